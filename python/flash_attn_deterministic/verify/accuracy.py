@@ -18,8 +18,7 @@ from ..mode import deterministic_mode
 from . import bounds, limits, standard
 from .bounds import Error, Tensors
 from .contract import layouts
-from .contract.attention import Attention
-from .contract.call import Call, draw, named_gradients
+from .contract.call import Attention, Call, draw, named_gradients
 from .contract.sizes import Config
 from .exact import Definition
 from .features import FEATURES, options_of
@@ -111,17 +110,11 @@ _SHAPES = {
 def measure(
     config: Config, device: str, attention: Attention, among: Iterable[Case] | None = None
 ) -> dict[str, Any]:
-    """Measures all cases of one head dim and dtype on "cpu" or "cuda".
+    """Measures cases of a head dim and dtype on "cpu" or "cuda"; without `among`, all of the
+    device.
 
-    Args:
-        config: head dim and dtype.
-        device: where to run.
-        attention: the functions under test.
-        among: the cases; None: all of the device.
-
-    Returns:
-        `rows`, each with the errors of ours and, of plain calls on a GPU, torch's, the ratio and
-        whether it passed; `criterion` in words.
+    Returns `rows`, each with the errors of ours and, of plain calls on a GPU, torch's, the ratio
+    and whether it passed; `criterion` in words.
     """
     rows = []
     for case in cases(device) if among is None else among:

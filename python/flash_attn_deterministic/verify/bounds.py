@@ -57,12 +57,7 @@ def gradients(
 ) -> dict[str, Error]:
     """Compares dq, dk and dv: the largest error, and the norm of all.
 
-    Args:
-        found: the gradients.
-        exact: those in float64.
-        plain: what plain torch makes of the same formulas in the dtype of the call.
-        dtype: of the call.
-        softcap: of the call.
+    `exact` is in float64; `plain` what torch makes of the same formulas in the dtype of the call.
     """
     eps = torch.finfo(dtype).eps
     floor = (eps * _NOTHING + softcap * TANH) * _largest(*exact)

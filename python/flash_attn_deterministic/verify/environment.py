@@ -33,21 +33,12 @@ def without_settings() -> Iterator[None]:
 def architectures(
     names: Iterable[str], capability: str | None, force_ptx: bool = False
 ) -> dict[str, list[str]]:
-    """Returns which GPU code of a wheel a run has exercised.
+    """Returns which GPU code of a wheel ran on a capability such as "9.0" (None: the CPU).
 
     The driver takes machine code of the GPU's own major version, the highest minor one that is not
-    above it; without any it compiles the highest PTX not above the GPU. It chooses kernel by
-    kernel: code with a letter ("90a") is that of a family of kernels of its own, and the other
-    kernels run beside it from code without one.
-
-    Args:
-        names: of the wheel, as CMAKE_CUDA_ARCHITECTURES.
-        capability: of the GPU, such as "9.0"; None: the CPU ran.
-        force_ptx: whether CUDA_FORCE_PTX_JIT=1 kept the driver from using machine code.
-
-    Returns:
-        `ran`: machine code that ran, such as "sm_90"; `ran_as_ptx`: PTX that the driver compiled;
-        `unverified`: machine code that did not run.
+    above it; without any, or with CUDA_FORCE_PTX_JIT=1 (`force_ptx`), it compiles the highest PTX
+    not above the GPU. It chooses kernel by kernel: code with a letter ("90a") is that of a family
+    of kernels of its own, and the other kernels run beside it from code without one.
     """
     parsed: list[Architecture] = []
     for name in names:
@@ -87,13 +78,7 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
 
 
 def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[str]:
-    """Returns why a report on this machine and wheel cannot mean what it should.
-
-    Args:
-        device: "cpu" or "cuda".
-        record: from `collect`.
-        deterministic: whether the wheel holds deterministic kernels.
-    """
+    """Returns why a report on this machine and wheel cannot mean what it should."""
     from ..build_info import build_info
     from ..info.collect import driver_floor
     from .tasks import holds

@@ -39,12 +39,8 @@ class Definition:
 
     @torch.no_grad()
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exact:
-        """Computes out and softmax_lse, a few rows at a time.
-
-        Args:
-            q: (batch, seqlen_q, nheads, head_dim).
-            k: (batch, seqlen_k, nheads_k, head_dim).
-            v: like k.
+        """Computes out and softmax_lse of (batch, seqlen, heads, head_dim), a few rows at a
+        time.
         """
         batch, seqlen_q, nheads, _ = q.shape
         keys, values = k.to(self.dtype), v.to(self.dtype)
@@ -81,17 +77,10 @@ class Definition:
     def _weights(
         self, q: torch.Tensor, k: torch.Tensor, sequences: slice, first: int, seqlen_q: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the weights of some rows, after dropout, and their softmax_lse.
+        """Returns weights of rows from `first` on, after dropout, and softmax_lse.
 
-        Args:
-            q: (batch, rows, nheads, head_dim).
-            k: (batch, seqlen_k, nheads_k, head_dim).
-            sequences: which of the call they are.
-            first: the first row.
-            seqlen_q: rows of each sequence.
-
-        Returns:
-            (batch, nheads, rows, seqlen_k) and (batch, nheads, rows).
+        They are (batch, nheads, rows, seqlen_k) and (batch, nheads, rows); `sequences` says which
+        of the call's, of `seqlen_q` rows each, q and k are.
         """
         (batch, rows, nheads, head_dim), seqlen_k = q.shape, k.shape[1]
         scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -146,12 +135,9 @@ def rotated(
 ) -> torch.Tensor:
     """Rotates pairs of elements (RoFormer, Su et al., 2021), rounded once to x's dtype.
 
-    Args:
-        x: (seqlen, nheads, head_dim).
-        cos: (seqlen_ro, rotary_dim / 2); elements after rotary_dim stay.
-        sin: like cos.
-        positions: (seqlen,): rows of cos and sin.
-        interleaved: whether a pair is two neighbours, or halves apart.
+    x is (seqlen, nheads, head_dim), cos and sin (seqlen_ro, rotary_dim / 2), positions (seqlen,)
+    their rows. Elements after rotary_dim stay. A pair is two neighbours (interleaved), or halves
+    apart.
     """
     half = cos.shape[1]
     turn = torch.complex(cos.double(), sin.double())[positions, None]

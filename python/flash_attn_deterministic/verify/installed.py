@@ -73,13 +73,8 @@ def read_wheel(path: Path) -> Wheel:
 
 
 def _project(path: Path) -> str:
-    """Reads a wheel through, which compares all checksums.
-
-    Returns:
-        The name of its project; "" if it has no metadata.
-
-    Raises:
-        FileError: a file in it cannot be read.
+    """Reads a wheel through, which compares all checksums; returns the name of its project, or
+    "".
     """
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
@@ -117,11 +112,6 @@ def inspect(wheel: Wheel | None) -> Installed:
 
 def check(found: Installed, wheel: Wheel | None, allow_source: bool) -> None:
     """Checks that the package in use is installed, and from the wheel if one is given.
-
-    Args:
-        found: of `inspect`, for the same wheel.
-        wheel: that the installation must be of; None: any.
-        allow_source: whether a source tree will do.
 
     Raises:
         NotInstalledError: it is not.

@@ -50,12 +50,7 @@ def combined(statuses: Iterable[str]) -> str:
 
 
 def exit_status(sections: Iterable[Mapping[str, Any]], complete: bool) -> Exit:
-    """Returns the exit status of a run.
-
-    Args:
-        sections: of the report, each with id and status.
-        complete: whether the run went to its end.
-    """
+    """Returns the exit status of a run, from its sections and whether it went to its end."""
     if not complete:
         return Exit.INTERRUPTED
     bad = {str(one["id"]) for one in sections if one["status"] not in (PASSED, NOT_APPLICABLE)}

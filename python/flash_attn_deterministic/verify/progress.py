@@ -12,12 +12,7 @@ _INTERVAL = 0.1  # seconds between two drawings
 
 
 class Progress:
-    """Shows how many tasks of a run have ended, and the one that runs.
-
-    Args:
-        count: of all tasks.
-        stream: usually stderr.
-    """
+    """Shows how many of the tasks of a run have ended, and the one that runs."""
 
     def __init__(self, count: int, stream: TextIO) -> None:
         self._count, self._stream, self._terminal = count, stream, stream.isatty()

@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from ..build_info import build_info
 from . import limits, standard
-from .contract.attention import Attention
-from .contract.call import DTYPES
+from .contract.call import DTYPES, Attention
 from .shared.files import json_text, write_files
 from .shared.timing import interleaved, peak_memory, rotation, summary, time_graphs
 
@@ -117,12 +116,9 @@ def last_ratios(section: str, path: Path = LAST) -> dict[str, float]:
 
 
 def limit_of(last: float | None, times: dict[str, dict[str, float]], repeats: int) -> float | None:
-    """Returns the highest ratio that passes; None: there is nothing to compare with.
+    """Returns the highest ratio that passes beside the last release's; None: there is none.
 
-    Args:
-        last: ratio of the last release.
-        times: median, p10 and p90 of both sides.
-        repeats: how many times they are of.
+    The medians' own noise, from p10 and p90 of both sides and the number of repeats, is on top.
     """
     if last is None:
         return None

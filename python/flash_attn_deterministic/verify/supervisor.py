@@ -47,16 +47,10 @@ class Supervisor:
         self._folder.cleanup()
 
     def run(self, section: str, task: str, on_case: OnCase) -> dict[str, Any]:
-        """Runs one task.
+        """Runs one task; `on_case` is told name, number and total before each case.
 
-        Args:
-            section: id of the section.
-            task: id of the task in it.
-            on_case: called before each case, with its name, its number and how many there are.
-
-        Returns:
-            `status`, `data` and, unless it passed or failed by itself, `reason`. If the worker
-            died or hung, an error with the last case.
+        Returns `status`, `data` and, unless it passed or failed by itself, `reason`. If the worker
+        died or hung, an error with the last case.
         """
         at = ""
         try:

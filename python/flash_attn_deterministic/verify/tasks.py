@@ -45,13 +45,7 @@ class Task:
 
 
 def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list[Task]:
-    """Lists the tasks of a run on "cpu" or "cuda", in order.
-
-    Args:
-        device: where it runs.
-        quick: the smaller run.
-        held: whether the wheel can run a config on the device.
-    """
+    """Lists the tasks of a run on "cpu" or "cuda", in order, of configs that the wheel can run."""
     from .contract.checks import CHECKS
 
     configs = size_of(device, quick, held).configs
@@ -82,18 +76,12 @@ def holds(device: str) -> Callable[[Config], bool]:
 
 
 def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> dict[str, Any]:
-    """Runs one task of a section, in the worker.
+    """Runs one task of a section, in the worker; `on_case` is told each case.
 
-    Args:
-        section: its id.
-        task_id: id of the task in it.
-        options: of the run.
-        on_case: called before each case, with its name, its number and how many there are.
-
-    Returns:
-        `status`, `data`, and `broken`: whether the process can't go on.
+    Returns `status`, `data`, and `broken`: whether the process can't go on.
     """
-    from .contract.attention import Attention
+
+    from .contract.call import Attention
 
     attention = Attention.installed()
     device, quick = options.device, options.quick

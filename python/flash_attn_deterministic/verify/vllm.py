@@ -69,12 +69,7 @@ class Outcome:
 
 
 class Engine:
-    """vLLM's engine in this process.
-
-    Args:
-        model: name or folder.
-        options: arguments of vllm.LLM.
-    """
+    """vLLM's engine in this process, of a model's name or folder, with arguments of vllm.LLM."""
 
     def __init__(self, model: str, **options: Any) -> None:
         vllm: Any = importlib.import_module("vllm")
@@ -201,12 +196,7 @@ def list_checks(engine: Any, lengths: Sequence[int] = LENGTHS) -> list[Check]:
 
 
 def run_checks(checks: Sequence[Check], model: torch.nn.Module | None = None) -> list[Outcome]:
-    """Runs checks; with the model, which runs without graphs, names modules.
-
-    Args:
-        checks: of `list_checks`.
-        model: that of the engine.
-    """
+    """Runs checks; with the engine's model, which runs without graphs, names modules."""
     outcomes = []
     for check in checks:
         traces = [Trace(model) if model is not None else None for _ in check.ways]

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -425,7 +426,9 @@ def run_schedule(
         BY_ID["schedule"],
         cases=lambda size: [c for c in BY_ID["schedule"].cases(size) if c["seqlen_q"] == 1],
     )
-    outcome = run_check(check, size, broken(dense, path=path))
+    outcome = run_check(
+        check, size, broken(dense, plan=lambda *a, **k: SimpleNamespace(path=path(*a, **k)))
+    )
     found = outcome.counter_example
     return outcome.failed, "" if found is None else str(found["what"])
 
@@ -463,8 +466,8 @@ def test_schedule(
 # --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
 
 
-def forced_family(*args: Any, **kwargs: Any) -> str:
-    return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
+def forced(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    return SimpleNamespace(family=os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family="))
 
 
 def other_bits(device: str, function: Dense = flash_attn_func) -> Dense:
@@ -472,7 +475,7 @@ def other_bits(device: str, function: Dense = flash_attn_func) -> Dense:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         out, *rest = function(*args, **kwargs)
-        if forced_family() == device:
+        if forced().family == device:
             out.view(torch.int16).flatten()[7] ^= 1
         return out, *rest
 
@@ -487,7 +490,7 @@ def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) 
         BY_ID["family"],
         cases=lambda size: [c for c in BY_ID["family"].cases(size) if c["seqlen_q"] == 70][:1],
     )
-    outcome = run_check(check, size, broken(dense, **{"family": forced_family, **functions}))
+    outcome = run_check(check, size, broken(dense, **{"plan": forced, **functions}))
     assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
     found = outcome.counter_example
     return outcome.failed, "" if found is None else str(found["what"])
@@ -511,7 +514,7 @@ def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) 
             id="cache",
         ),
         pytest.param(
-            {"family": lambda *args, **kwargs: "sm80"},
+            {"plan": lambda *args, **kwargs: SimpleNamespace(family="sm80")},
             1,
             "ran kernels of sm80 and sm80, expected one of each",
             id="one-family",

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,8 +220,8 @@ def test_without_hashes_the_row_says_so_and_decides_nothing(
 # --- evidence ---
 
 
-def forced_family(*args: Any, **kwargs: Any) -> str:
-    return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
+def forced(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    return SimpleNamespace(family=os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family="))
 
 
 def other_bits_on_hopper(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,7 @@ def without_softcap(*args: Any, **kwargs: Any) -> Any:
 
 def examined(*names: str, **functions: Callable[..., Any]) -> Entry:
     found = Evidence({"agreeing": 0, "differing": []})
-    attention = dataclasses.replace(OURS, family=forced_family, **functions)
+    attention = dataclasses.replace(OURS, plan=forced, **functions)
     size = dataclasses.replace(size_of("cpu", quick=True), configs=((40, "fp16"),))
     for case in row.golden_cases(size):
         golden, call, _ = drawn(case, attention)

@@ -7,7 +7,7 @@ broken one in its place.
 
 from __future__ import annotations
 
-from .attention import Attention
+from .call import Attention
 from .check import Check, Outcome, run_check
 from .checks import CHECKS
 from .sizes import Size, size_of

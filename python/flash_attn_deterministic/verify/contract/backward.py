@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from . import layouts
-from .attention import Attention
-from .call import Call, Tensors, pick
-from .check import Case, expect_different, expect_same, make
-from .enumerate_cases import case_of, cases_of
+from .call import Attention, Call, Tensors, pick
+from .check import Case, case_of, cases_of, expect_different, expect_same, make
 from .forward import repeat
 from .sizes import Size
 

@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .attention import Attention
-
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _plan(*args: Any, **kwargs: Any) -> Any:
+    import flash_attn_deterministic as package
+
+    return package.explain(package.flash_attn_func, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The functions under test; tests put broken ones here."""
+
+    dense: Callable[..., Any]  # flash_attn_func
+    varlen: Callable[..., Any]  # flash_attn_varlen_func
+    kvcache: Callable[..., Any]  # flash_attn_with_kvcache
+    # of the arguments of `dense`: what has `path`, "one-cta" or "parts", and `family`, "sm80" or
+    # "sm90"
+    plan: Callable[..., Any] = _plan
+
+    @staticmethod
+    def installed() -> Attention:
+        """Returns those of this package."""
+        import flash_attn_deterministic as package
+
+        return Attention(
+            package.flash_attn_func,
+            package.flash_attn_varlen_func,
+            package.flash_attn_with_kvcache,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,9 +113,9 @@ class Call:
         return bool(self.options.get("dropout_p"))
 
     @property
-    def path(self) -> str:
-        """Returns the path that the kernels take."""
-        return self.attention.path(self.q, self.k, self.v, **self.keywords)
+    def plan(self) -> Any:
+        """Returns what the kernels do: `path`, `family`."""
+        return self.attention.plan(self.q, self.k, self.v, **self.keywords)
 
     def with_options(self, **options: Any) -> Call:
         return replace(self, options={**self.options, **options})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 
 from ...errors import UnsupportedError
 from ..shared.bits import Difference, difference
-from .attention import Attention
-from .call import Call, Tensors, draw
+from .call import Attention, Call, Tensors, draw
 from .sizes import Size
+
+_SHORT = {"seqlen_q": "q", "seqlen_k": "k", "split_size": "split", "page_size": "page"}
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,32 @@ class Case:
         return self.parameters[name]
 
 
+def cases_of(size: Size, features: Iterable[str], **axes: Iterable[int]) -> Iterator[Case]:
+    """Yields a case for each config, feature and choice of the values of parameters."""
+    choices = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    for (head_dim, dtype), feature, choice in itertools.product(
+        size.configs, tuple(features), choices
+    ):
+        yield case_of(head_dim, dtype, feature, choice)
+
+
+def feature_cases(size: Size) -> Iterator[Case]:
+    """Yields a case for each config, feature and number of queries."""
+    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
+
+
+def case_of(head_dim: int, dtype: str, feature: str, parameters: dict[str, int]) -> Case:
+    """Returns a case whose seed follows from its name."""
+    words = [f"d{head_dim}", dtype, feature]
+    words += [f"{_SHORT.get(name, name)}{value}" for name, value in parameters.items()]
+    name = "-".join(words)
+    return Case(name, head_dim, dtype, feature, zlib.crc32(name.encode()) >> 1, parameters)
+
+
 class Mismatch(Exception):
     """Two results that should have the same bits do not, or a check could not see what it should.
 
-    Args:
-        what: the two sides in words.
-        call: the call that one side comes from.
-        tensor: name of the result that is wrong, if one is.
-        found: where it differs, if it does.
+    `call` is what one side comes from, `tensor` the result that is wrong, `found` where it differs.
     """
 
     def __init__(
@@ -76,17 +97,7 @@ class Outcome:
 
 
 def expect_same(call: Call, what: str, left: Tensors, right: Tensors) -> None:
-    """Compares results bit for bit.
-
-    Args:
-        call: the call that one side comes from, for the counter-example.
-        what: the two sides in words.
-        left: results by name.
-        right: results by the same names.
-
-    Raises:
-        Mismatch: they differ, or are no numbers.
-    """
+    """Raises Mismatch if results of the same names differ in a bit, or are no numbers."""
     for name in left:
         found = difference(left[name], right[name])
         if found is not None:
@@ -118,15 +129,7 @@ def expect_different(call: Call, what: str, left: Tensors, right: Tensors) -> No
 
 
 def make(case: Case, attention: Attention, size: Size, **shape: int) -> Call:
-    """Draws the call of a case.
-
-    Args:
-        case: head dim, dtype, feature and seed.
-        attention: the functions under test.
-        size: of the run.
-        **shape: batch, seqlen_q, seqlen_k, nheads, nheads_k and split_size, where not 2, the
-            case's, the size's longest, the size's, 2 and the size's.
-    """
+    """Draws the call of a case; a batch of 2 and 2 KV heads, and the size's, where not given."""
     nheads = shape.get("nheads", size.nheads)
     parameters = {**case.parameters, **shape}
     seqlen_q = parameters.get("seqlen_q", size.seqlen_q[-1])
@@ -157,13 +160,8 @@ def run_check(
     attention: Attention,
     on_case: Callable[[Case, int, int], None] = lambda case, number, total: None,
 ) -> Outcome:
-    """Runs all cases of a check, also after one that failed.
-
-    Args:
-        check: the check.
-        size: of the run.
-        attention: the functions under test.
-        on_case: called before each case, with its number and how many there are.
+    """Runs all cases of a check, also after one that failed; tells each with its number and
+    count.
     """
     outcome = Outcome()
     begin = time.monotonic()

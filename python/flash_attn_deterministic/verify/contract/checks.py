@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from . import backward, families, forward, golden, storage
-from .check import Check
-from .enumerate_cases import feature_cases
+from .check import Check, feature_cases
 
 CHECKS: tuple[Check, ...] = (
     Check(

@@ -10,11 +10,9 @@ from ... import architectures
 from ...build_info import build_info
 from ..features import FEATURES
 from . import layouts
-from .attention import Attention
-from .call import Call
-from .check import Case, Mismatch, expect_same, make
+from .call import Attention, Call
+from .check import Case, Mismatch, cases_of, expect_same, make
 from .device_override import device_override
-from .enumerate_cases import cases_of
 from .sizes import Size
 
 FAMILIES = ("sm80", "sm90")
@@ -48,7 +46,7 @@ def family(case: Case, attention: Attention, size: Size) -> None:
     taken = []
     for name in FAMILIES:
         with device_override(f"family={name}"):
-            taken.append(attention.family(call.q, call.k, call.v, **call.keywords))
+            taken.append(call.plan.family)
     if tuple(taken) != FAMILIES:
         raise Mismatch(
             f"the two calls ran kernels of {taken[0]} and {taken[1]}, expected one of each of "

@@ -10,11 +10,18 @@ from dataclasses import replace
 import torch
 
 from ..shared.bits import bits
-from .attention import Attention
-from .call import Call, Tensors, garbage, heads, int32, pick, rows
-from .check import Case, Mismatch, expect_different, expect_numbers, expect_same, make
+from .call import Attention, Call, Tensors, garbage, heads, int32, pick, rows
+from .check import (
+    Case,
+    Mismatch,
+    case_of,
+    cases_of,
+    expect_different,
+    expect_numbers,
+    expect_same,
+    make,
+)
 from .device_override import device_override
-from .enumerate_cases import case_of, cases_of
 from .sizes import Size
 
 # --- run-to-run ---------------------------------------------------------------------------------
@@ -211,10 +218,10 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     often = call.sequences([0] * (2 * gpu.multi_processor_count // row_blocks + 1))
     # Alone it may fill the GPU with a thread block per row block.
     with device_override("path=parts"):
-        path, alone = call.path, call()
+        path, alone = call.plan.path, call()
     # On Hopper parts may be faster for both: heads of a group share tiles.
     with device_override("path=one_cta"):
-        paths, together = (path, often.path), often()
+        paths, together = (path, often.plan.path), often()
     # Where one thread block's state does not fit its shared memory there is one path only.
     small = 0 < getattr(gpu, "shared_memory_per_block_optin", 0) < _SHARED_BYTES
     if paths != ("parts", "one-cta") and not (

@@ -55,16 +55,9 @@ def packed(
 ) -> Packed:
     """Runs the first queries and keys of each sequence by flash_attn_varlen_func.
 
-    Args:
-        call: a dense call; of fewer lengths than sequences, those of the first ones.
-        lengths_q: queries of each sequence.
-        lengths_k: keys of each sequence.
-        spare: rows behind the last sequence, in q.
-        room: keys of each sequence in k and v, with garbage behind its own (seqused_k); 0: packed.
-        leftpad: where the last sequence begins in its room; others at 0.
-        page_size: tokens to a page, in random order; 0: none.
-        seed: of that order.
-        gradients: whether to return dq, dk and dv, and not out and softmax_lse.
+    There are `spare` rows of q behind the last sequence. With `room`, each sequence has that many
+    keys in k and v, garbage behind its own (seqused_k), and the last one begins at `leftpad`.
+    `page_size` puts keys into pages in random order. `gradients`: dq, dk and dv, not out and lse.
     """
     call = call.sequences(slice(0, len(lengths_q)))
     ones, device = alone(call, lengths_q, lengths_k), call.q.device
@@ -126,17 +119,10 @@ def cached(
 ) -> Parts:
     """Runs the first keys of each sequence by flash_attn_with_kvcache.
 
-    Args:
-        call: a dense call.
-        lengths: keys of each sequence, new ones included.
-        room: keys that the cache has room for.
-        page_size: tokens to a page, in random order; 0: no pages.
-        seed: of that order.
-        leftpad: where the last sequence begins in the cache; others at 0.
-        reordered: whether sequences lie in the cache in another order, in more places.
-        new: how many of the keys the call appends. Parts then have `k_new` and `v_new`, read from
-            the cache, and calls whose new keys, and queries, are rotated.
-        rotary: how.
+    `room`: keys that the cache has room for; `leftpad`: where the last sequence begins in it;
+    `reordered`: sequences lie in another order, in more places; `new`: how many of the keys the
+    call appends. Parts then have `k_new` and `v_new`, read from the cache, and calls whose new keys
+    and queries are rotated.
     """
     device, batch = call.q.device, len(lengths)
     ones = alone(call, [call.q.shape[1]] * batch, lengths)

@@ -62,13 +62,7 @@ class Size:
 
 
 def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _: True) -> Size:
-    """Returns the size of a run.
-
-    Args:
-        device: "cpu" or "cuda".
-        quick: fewer head dims and features.
-        held: whether the wheel can run a config on the device.
-    """
+    """Returns the size of a run on a device whose wheel holds some configs."""
     configs = tuple(filter(held, _CONFIGS))
     features = OF_CONTRACT
     if device == "cpu":

@@ -9,10 +9,8 @@ from dataclasses import replace
 import torch
 
 from . import layouts
-from .attention import Attention
-from .call import garbage, pick
-from .check import Case, expect_same, make
-from .enumerate_cases import cases_of
+from .call import Attention, garbage, pick
+from .check import Case, cases_of, expect_same, make
 from .sizes import Size
 
 

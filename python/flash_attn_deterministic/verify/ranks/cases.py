@@ -106,13 +106,7 @@ def counts_of(most: int) -> list[int]:
 def cases_of(
     ranks: int, scale: Scale, held: Callable[[tuple[int, str]], bool] = lambda _: True
 ) -> Iterator[Case]:
-    """Yields the cases of a number of ranks.
-
-    Args:
-        ranks: how many.
-        scale: of the cases.
-        held: whether there are kernels for a head dim and dtype.
-    """
+    """Yields the cases of a number of ranks, of head dims and dtypes that there are kernels for."""
     configs = tuple(filter(held, scale.head_dims))
     if not configs:
         return

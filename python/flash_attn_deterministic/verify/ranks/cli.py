@@ -21,16 +21,11 @@ _LAUNCHED = "VERIFY_RANKS_LAUNCHED"  # set where this command started torchrun
 def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
     """Runs the row "ranks" on N ranks of this machine, or as one rank of a running torchrun.
 
-    Args:
-        arguments: `ranks`, `device`, `quick`, `out`, `allow_source`.
-        wheel: that of the installed files, to be named in the report.
-
-    Returns:
-        Exit status: of `outcome.Exit`; 1 where a rank ended early.
+    Returns a status of `outcome.Exit`; 1 where a rank ended early.
 
     Raises:
         ArgumentError: a number of ranks that can't be.
-        NotInstalledError: not as many GPUs.
+            NotInstalledError: not as many GPUs.
     """
     import torch
 
@@ -74,10 +69,7 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs torchrun, which ends its ranks when it gets SIGTERM.
-
-    Returns:
-        Exit status of the command.
+    """Runs torchrun, which ends its ranks when it gets SIGTERM; returns its exit status.
 
     Raises:
         KeyboardInterrupt: this process got SIGINT or SIGTERM; the command has ended.

@@ -45,19 +45,8 @@ def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = Non
     """Runs all cases on the ranks of the world; rank 0 prints, and writes ranks.json and ranks.md.
 
     Both are written before the first case and after each number of ranks, so that a run that ends
-    early leaves "incomplete", and not the result of another run.
-
-    Args:
-        device: "cpu" or "cuda".
-        quick: whether to run fewer cases.
-        out: folder of the files.
-        wheel: to be named in them.
-
-    Returns:
-        Exit status, on every rank the same.
-
-    Raises:
-        ReportError: on rank 0; the files cannot be written.
+    early leaves "incomplete", and not the result of another run. Returns the exit status, on every
+    rank the same.
     """
     begin, size, first = time.monotonic(), dist.get_world_size(), dist.get_rank() == 0
     rows: list[dict[str, Any]] = []

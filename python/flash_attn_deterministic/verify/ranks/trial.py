@@ -30,12 +30,7 @@ def group_of(size: int) -> Any:
 def try_case(case: Case, device: str) -> dict[str, str] | None:
     """Computes a case on one device and over ranks.
 
-    Args:
-        case: the case.
-        device: "cpu" or "cuda".
-
-    Returns:
-        For each result that differs on this rank, where; None on ranks that have no part.
+    Returns, for each result that differs on this rank, where; None on ranks that have no part.
     """
     group = group_of(case.ranks)
     if dist.get_rank() >= case.ranks:

@@ -17,14 +17,7 @@ UNWRITTEN, INTERRUPTED = 7, 130
 
 
 def add_options(parser: argparse.ArgumentParser, out: str, files: str, wheel: str) -> None:
-    """Adds --device, --wheel and --out.
-
-    Args:
-        parser: of a command.
-        out: the default folder.
-        files: that are written into it.
-        wheel: what --wheel is, in words.
-    """
+    """Adds --device, --wheel (in words) and --out (the default folder, and the files in it)."""
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
     )
@@ -51,10 +44,8 @@ def sigterm_interrupts() -> Iterator[None]:
 def ended(command: Callable[[], int], statuses: Mapping[type[Exception], int]) -> int:
     """Runs a command, and returns its exit status.
 
-    Args:
-        command: returns its exit status.
-        statuses: of exceptions that end it with one line on stderr, besides a report that cannot be
-            written; the first that fits counts.
+    `statuses` are of exceptions that end it with one line on stderr, besides a report that cannot
+    be written; the first that fits counts.
     """
     known: dict[type[Exception], int] = {ReportError: UNWRITTEN, **statuses}
     try:

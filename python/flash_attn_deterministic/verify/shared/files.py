@@ -18,14 +18,10 @@ class ReportError(OSError):
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Writes text files that belong together.
+    """Writes text files that belong together, by name, into a folder that is made if missing.
 
     All are written under temporary names first and renamed only when every byte of every one is on
     disk, so that a full disk leaves what was there before.
-
-    Args:
-        folder: made if missing.
-        texts: file name to content.
 
     Raises:
         ReportError: the folder or a file cannot be written; the message names it.

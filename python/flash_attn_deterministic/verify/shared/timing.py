@@ -45,17 +45,10 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Times calls in turns, so that changes of the clock rate affect all equally.
 
-    The L2 cache is overwritten before each call. This also gives the GPU work while the host
-    prepares the call: 0.1 ms on an H100 each time, so that slow host code needs several.
-
-    Args:
-        calls: a call per name, on the current stream.
-        repeats: timed rounds; each runs every call once, in rotated order.
-        warmup: rounds before them.
-        flushes: how often the L2 cache is overwritten before each call.
-
-    Returns:
-        Milliseconds of each timed call, per name.
+    Returns milliseconds of each timed call by name; each of `repeats` rounds runs every call once,
+    on the current stream. The L2 cache is overwritten before each call, `flushes` times. This also
+    gives the GPU work while the host prepares the call: 0.1 ms on an H100 each time, so that slow
+    host code needs several.
     """
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
@@ -76,17 +69,10 @@ def interleaved(
 def within(
     calls: Mapping[str, Callable[[], object]], budget_ms: float, most: int, least: int = 5
 ) -> dict[str, list[float]]:
-    """Times calls in turns, as often as a budget of GPU time allows.
+    """Times calls in turns, as often as milliseconds for all timed calls together allow.
 
-    Args:
-        calls: a call per name, on the current stream; of those through autograd the host takes up
-            to 0.8 ms.
-        budget_ms: milliseconds for all timed calls together.
-        most: rounds at most.
-        least: rounds at least, whatever they take, but not above `most`.
-
-    Returns:
-        Milliseconds of each timed call, per name.
+    There are at least `least` rounds whatever they take, at most `most`. Of calls through autograd
+    the host takes up to 0.8 ms.
     """
     trial = interleaved(calls, repeats=2, warmup=1, flushes=_FLUSHES)
     round_ms = sum(min(times) + _FLUSHES * 0.1 for times in trial.values())
@@ -140,16 +126,10 @@ def time_graphs(
     calls: int,
     timer: Callable[[Mapping[str, Callable[[], object]]], dict[str, list[float]]],
 ) -> dict[str, dict[str, float]]:
-    """Times steps through CUDA graphs.
+    """Times steps through CUDA graphs of so many calls over sets of buffers; see `rotation`.
 
-    Args:
-        steps: by name.
-        sets: of buffers; see `rotation`.
-        calls: of a step in its graph.
-        timer: `interleaved` or `within`, with their other arguments.
-
-    Returns:
-        `summary` of the milliseconds of one call, by name.
+    `timer` is `interleaved` or `within`, with its other arguments. Returns the `summary` of the
+    milliseconds of one call, by name.
     """
     graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
     timed = timer({name: graph.replay for name, graph in graphs.items()})

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from ....build_info import build_info
-from ..attention import Attention
+from ..call import Attention
 from ..check import Case, Mismatch, expect_numbers
 from ..sizes import Size
 from . import record

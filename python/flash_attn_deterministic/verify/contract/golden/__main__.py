@@ -17,7 +17,7 @@ from ....build_info import build_info
 from ....errors import FlashAttnError
 from ...tasks import holds
 from .. import families
-from ..attention import Attention
+from ..call import Attention
 from ..check import Mismatch, expect_numbers, expect_same
 from ..sizes import size_of
 from . import compute_capability, golden_cases, record

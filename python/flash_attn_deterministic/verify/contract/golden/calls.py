@@ -10,8 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...features import FEATURES
 from .. import layouts
-from ..attention import Attention
-from ..call import DTYPES, Call, Tensors, pick
+from ..call import DTYPES, Attention, Call, Tensors, pick
 from ..sizes import Config
 from .inputs import digest, draw
 
@@ -34,11 +33,9 @@ class GoldenCall:
     backward: bool = False  # whether the results are gradients
 
     def inputs(self, config: Config, attention: Attention, device: str) -> tuple[Call, str]:
-        """Draws the tensors on the CPU, and moves them.
+        """Draws tensors on the CPU, and moves them: a dense call of all sequences, and their hash.
 
-        Returns:
-            A dense call of all sequences, and the hash of what was drawn. Keys of a cache fill its
-            whole capacity.
+        Keys of a cache fill its whole capacity.
         """
         head_dim, dtype = config
         nheads, nheads_k = self.heads

@@ -21,13 +21,7 @@ _DIGITS = 16  # of a hash: 64 bits of sha256 guard against chance, not against f
 
 
 def draw(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns roughly normal numbers of mean 0 and standard deviation 1.15.
-
-    Args:
-        name: another one gives other numbers.
-        shape: of the tensor.
-        dtype: a floating-point one; numbers are rounded to it once, to nearest even.
-    """
+    """Returns roughly normal numbers of mean 0 and standard deviation 1.15; other names, others."""
     pool, size = _pool(), math.prod(shape)
     offset = zlib.crc32(name.encode()) % _POOL
     copies = -(-(offset + size) // _POOL)

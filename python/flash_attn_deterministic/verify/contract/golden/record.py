@@ -42,15 +42,7 @@ class Evidence:
     def add(
         self, name: str, golden: GoldenCall, call: Call, parts: layouts.Parts, found: str
     ) -> None:
-        """Examines a call.
-
-        Args:
-            name: of the case.
-            golden: which call it is.
-            call: its inputs.
-            parts: the sequences, and their parts of the results.
-            found: hashes of the results.
-        """
+        """Examines a case whose results have these hashes."""
         self.accuracy["calls"] += 1
         for one, own in parts:
             for tensor, error in bounds.compare(one, own)[0].items():
@@ -63,7 +55,7 @@ class Evidence:
         one, hashes, ran = parts[0][0], [], []
         for family in FAMILIES:
             with device_override(f"family={family}"):
-                ran.append(call.attention.family(one.q, one.k, one.v, **one.keywords))
+                ran.append(one.plan.family)
                 hashes.append(hashes_of(golden, call, golden.parts(call)))
         if {found, *hashes} != {found}:
             self.families["differing"].append(name)
@@ -120,8 +112,8 @@ class Golden:
         """Adds hashes of inputs and of results; those of cases that are not in them stay.
 
         Raises:
-            GoldenError: other hashes are there for the same cases, and `force` is not set; or
-                nothing speaks for the new ones.
+            GoldenError: others are there and `force` is not set, or nothing speaks for the new
+                ones.
         """
         golden = replace(self, inputs=_merged("inputs", self.inputs, inputs, force))
         if why := self.problem(entry):
@@ -153,14 +145,10 @@ def _merged(
 
 
 def read(bits_version: int, path: Path | None = None) -> Golden:
-    """Reads a file of golden hashes: of another version its inputs alone.
-
-    Args:
-        bits_version: of the wheel.
-        path: of the file; None: that of the package. One that does not exist holds none.
+    """Reads a file of golden hashes (None: the package's): of another version its inputs alone.
 
     Raises:
-        GoldenError: the file is no such file.
+        GoldenError: the file is none; but one that does not exist holds no hashes.
     """
     path = PATH if path is None else path
     try:
