@@ -5,10 +5,7 @@
 
 #include "sm80/fwd.cuh"
 #ifndef OLD_TREE
-#if __has_include("sm80/decode/scores.cu")
-#include "sm80/decode/scores.cu"
-#endif
-#include "sm80/decode/values.cu"
+#include "sm80/decode/scores_first.cu"
 #endif
 
 #include "draws.h"

@@ -9,9 +9,7 @@
 #include "launch.h"
 #include "merge.cuh"
 #include "sm80/decode/few_rows.cuh"
-#include "sm80/decode/scores.h"
 #include "sm80/decode/scores_first.h"
-#include "sm80/decode/values.h"
 #include "tree/masking.h"
 
 namespace fad {
@@ -67,13 +65,6 @@ template <typename Traits>
 void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   launch<&few_rows_kernel<Traits>>(dim3(ctas, params.num_splits), Traits::kThreads,
                                    Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
-}
-
-// ctas: row blocks, all those of some (sequence, group of heads).
-template <typename Element, int kHeadDim>
-void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  launch_scores<Element, kHeadDim>(params, ctas, stream);
-  launch_values<Element>(params, ctas, stream);
 }
 
 // An entry of the instance table.

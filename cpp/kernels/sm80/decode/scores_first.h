@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "fwd.h"
 #include "tree/tree.h"
 
 namespace fad {
@@ -37,6 +38,10 @@ constexpr ScoresFirstRoom scores_first_room(long long ctas, long long blocks, lo
   room.end = room.arrivals + ctas * columns * sizeof(unsigned);
   return room;
 }
+
+// ctas: row blocks, all those of some (sequence, group of heads).
+template <typename Element, int kHeadDim>
+void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t stream);
 
 template <typename Element_, int kHeadDim_>
 struct ScoresTraits {
