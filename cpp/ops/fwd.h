@@ -1,6 +1,6 @@
-// The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k; v and
-// out may have another head dim than q and k. Rows may be strided. A row that sees no key has out 0,
-// and softmax_lse +inf or that of its sink.
+// The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k; v
+// and out may have another head dim than q and k. Rows may be strided. A row that sees no key has
+// out 0, and softmax_lse +inf or that of its sink.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

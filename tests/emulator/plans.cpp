@@ -181,8 +181,9 @@ void merge(const FwdParams& params, cudaStream_t) {
 
 #define ROW80(path, block_m, covers) \
   {Family::kSm80, Path::path, covers, block_m, 90 * 1024, 95 * 1024, &launch_sm80},
-#define ROW90(path, head_dim_v, block_m, covers) \
-  sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>(&launch_sm90<head_dim_v, block_m>),
+#define ROW90(path, head_dim_v, block_m, covers)                      \
+  sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>( \
+      &launch_sm90<head_dim_v, block_m>),
 const FwdKernel kKernels[] = {SM90_ROWS(ROW90) SM80_ROWS(ROW80)};
 const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels), &merge};
 
