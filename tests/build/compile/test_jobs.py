@@ -73,13 +73,7 @@ def test_the_limits_of_a_container_count(
     assert jobs.count({}, system(tmp_path, memory(100) | contents)) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "status", "said"),
-    [("3", 0, "3\n"), ("many", SettingError.exit_code, "error: MAX_JOBS")],
-)
-def test_command(given: str, status: int, said: str) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": given}
+def test_command_prints_what_cmake_reads() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": "3"}
     command = [sys.executable, "-m", "flash_attn_build.compile.jobs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert done.returncode == status
-    assert (done.stdout or done.stderr).startswith(said)
+    assert subprocess.check_output(command, text=True, env=environ) == "3\n"

@@ -67,11 +67,6 @@ def test_a_wrong_manifest(project: Project, change: Change, expected: str) -> No
     assert expected in project.problems()
 
 
-def test_no_manifest(project: Project) -> None:
-    project.manifest_path.unlink()
-    assert "manifest.json is missing; the build writes it" in project.problems()
-
-
 def test_a_foreign_name(project: Project) -> None:
     wrong = project.wheel.with_name("other-1.0-py3-none-any.whl")
     shutil.copy(project.wheel, wrong)

@@ -80,6 +80,7 @@ def test_second_call_touches_nothing(
 
 def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
     patches = pin.path.parent / "patches"
+    assert pin.patches == {FIRST: sha256(PATCH.encode())}
     unfit = PATCH.replace("@@ -1,0 +2 @@\n+one and a half\n", "", 1)
     second = f"flash-attn {VERSION}\n--- a/{SOFTMAX}\n+++ b/{SOFTMAX}\n@@ -4 +4 @@\n-THREE\n+3\n"
     refused = RefusedError.exit_code
