@@ -280,6 +280,25 @@ def _packed_on_one(starts: torch.Tensor, causal: bool) -> tuple[Tensors, Tensors
     return inputs, expected
 
 
+def with_uneven_lengths(ranks: int) -> list[bool] | None:
+    """Compares sequences whose tokens don't divide by the ranks with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    starts = torch.tensor([0, 9, 9 + 7 * ranks], dtype=torch.int32)
+    inputs, expected = _packed_on_one(starts, True)
+    cut: dict[str, Any] = {**group, "cu_seqlens": starts}
+    found = _gradients(
+        lambda *qkv: distributed.flash_attn_varlen_func(
+            *qkv, starts, starts, 0, 0, causal=True, **group
+        ),
+        [distributed.shard(tensor, 0, **cut) for tensor in inputs[:3]],
+        distributed.shard(inputs[3], 0, **cut),
+    )
+    whole = [distributed.unshard(one, 0, **cut)[: starts[-1]] for one in found]
+    return [bits_equal(*pair) for pair in zip(expected, whole, strict=True)]
+
+
 def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:
     """Compares the other functions of ring-flash-attn with one device."""
     group = group_of(ranks)

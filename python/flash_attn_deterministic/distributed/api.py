@@ -66,7 +66,7 @@ def _attend(
     head_dim = max(q.shape[-1], v.shape[-1])  # ranks exchange tensors of one
     starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
     q_, k_, v_ = (padded(one, head_dim) for one in (q, k, v))
-    out, softmax_lse = ops.attend(q_, k_, v_, starts_q, starts_k, spec)
+    out, softmax_lse = ops.attend(q_, k_, v_, starts_q, starts_k, *spec)
     out = out[..., : v.shape[-1]]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
 
@@ -368,6 +368,7 @@ def explain(
     options = 0.0, None, causal, window_size, 0.0, split_size, None
     where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
     spec = _resolve(ranks, q, k, k, lengths, options, None, where)
-    plan = plan_of(ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).shape, ranks.rank)
+    shape, _ = ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec)
+    plan = plan_of(shape, ranks.rank)
     heads = plan.forward.heads, plan.backward.heads
     return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)

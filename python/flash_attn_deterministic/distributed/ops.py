@@ -81,16 +81,8 @@ _SCHEMAS = {
 }
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    spec: CallSpec,
-) -> Outputs:
+def attend(*arguments: Any) -> Outputs:
     """Runs the forward."""
-    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *spec
     found: Outputs = _run("sequence_fwd", _sequence_fwd, 3, arguments)
     return found
 
@@ -173,12 +165,12 @@ def _agreed(
     forward: int | None,
 ) -> Plan:
     """Checks that all ranks make the same call, and returns the plan of it."""
-    found = known(ranks, q, k, cu_seqlens, spec)
+    shape, facts = known(ranks, q, k, cu_seqlens, spec)
     if ranks.agreement is not None:
         follows = spec.backward and forward is None
-        ranks.agreement.agree(call, found.facts, follows, forward)
+        ranks.agreement.agree(call, facts, follows, forward)
     try:
-        return found.plan
+        return plan_of(shape, ranks.rank)
     except Exception as error:
         agreement.know(error)  # follows from what all ranks have agreed on
         raise
@@ -203,36 +195,21 @@ class Starts(tuple[int, ...]):
         return found
 
 
-class Known:
-    """What is known of calls like one.
-
-    Args:
-        rank: this one.
-        shape: all that the plan depends on.
-        facts: JSON of what has to be the same on all ranks, by the name of the argument.
-    """
-
-    def __init__(self, rank: int, shape: Shape, facts: str) -> None:
-        self._rank, self.shape, self.facts = rank, shape, facts
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """That of this rank; raises if lengths don't fit."""
-        return plan_of(self.shape, self._rank)
-
-
 def known(
     ranks: Ranks,
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
     spec: CallSpec,
-) -> Known:
-    """Returns what is known of a call; the host waits for new cu_seqlens."""
+) -> tuple[Shape, str]:
+    """Returns what the plan of a call depends on, and JSON of what all ranks have to agree on.
+
+    The host waits for new cu_seqlens.
+    """
     starts = None
     if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
         starts = _values(cu_seqlens[0]), _values(cu_seqlens[1])
-    sizes = ranks.rank, ranks.size, ranks.in_one_machine, KEY_BLOCK, tree.CHUNK_ROWS
+    sizes = ranks.size, ranks.in_one_machine, KEY_BLOCK, tree.CHUNK_ROWS
     return _known(q.dtype, q.device, q.shape, k.shape, starts, spec, *sizes)
 
 
@@ -244,12 +221,11 @@ def _known(
     shape_k: torch.Size,
     starts: tuple[Starts, Starts] | None,
     spec: CallSpec,
-    rank: int,
     size: int,
     one_machine: bool,
     block: int,
     chunk: int,
-) -> Known:
+) -> tuple[Shape, str]:
     facts = {
         "q.dtype": str(dtype),
         **{f"q.shape[{index}]": length for index, length in enumerate(shape_q)},
@@ -283,7 +259,7 @@ def _known(
     numbers = (int(one) if isinstance(one, bool) else one for one in spec[1:])
     facts |= dict(zip(_FACTS, numbers, strict=True))
     facts |= {"whether all ranks are on one machine": int(one_machine), **_installed(device)}
-    return Known(rank, shape, json.dumps(facts))
+    return shape, json.dumps(facts)
 
 
 @functools.cache

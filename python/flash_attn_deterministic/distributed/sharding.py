@@ -38,7 +38,9 @@ def shard(
             sequence.
 
     Returns:
-        A copy of this rank's tokens. Gradients pass through.
+        A copy of this rank's tokens. Gradients pass through. With cu_seqlens and in the contiguous
+        order, zeros are appended to tokens that don't divide by the ranks: `unshard` returns these
+        too, and flash_attn_varlen_func takes them for tokens of no sequence.
 
     Raises:
         ArgumentError: the tokens don't divide by the ranks (by twice as many in the zigzag order),
@@ -46,8 +48,12 @@ def shard(
         ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
     ranks = Ranks.of(find_group(group, mesh))
-    dim = _dimension(tensor, dim)
-    index = _order(tensor.shape[dim], ranks, check_order(order), _starts(cu_seqlens))[ranks.rank]
+    dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
+    missing = -tensor.shape[dim] % ranks.size
+    if missing and starts is not None and order == CONTIGUOUS:
+        shape = *tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    index = _order(tensor.shape[dim], ranks, order, starts)[ranks.rank]
     return tensor.index_select(dim, index.to(tensor.device))
 
 
@@ -122,7 +128,8 @@ def _order(
     """Returns, for each rank, the indices of its tokens."""
     if tokens % ranks.size:
         raise ArgumentError(
-            f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got {tokens}"
+            f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got "
+            f"{tokens}; pass cu_seqlens, with order={CONTIGUOUS!r} and flash_attn_varlen_func"
         )
     each = tokens // ranks.size
     if starts is None:

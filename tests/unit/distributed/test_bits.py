@@ -110,7 +110,10 @@ def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [ranks.checkpointed, ranks.compiled, ranks.with_dtensors, ranks.in_context_parallel],
+    [
+        *(ranks.checkpointed, ranks.compiled, ranks.with_dtensors, ranks.in_context_parallel),
+        ranks.with_uneven_lengths,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_with_features_of_torch(pool: Pool, function: Any) -> None:
