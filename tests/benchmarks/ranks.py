@@ -237,7 +237,7 @@ class Case:
         return float(longest)
 
     def _host(self, run: Callable[[], None]) -> float:
-        """Returns the seconds that the host takes to start a call, while the GPU computes others."""
+        """Returns the seconds that the host takes to start a call, while the GPU is busy."""
         seconds = []
         for number in range(12):
             if number % 4 == 0:  # the queue of a GPU holds about a thousand launches
