@@ -9,7 +9,7 @@ import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_qkvpacked_func
 
-from tests.gpu.attention import BIT_CONFIGS, bits, each_config, same_bits
+from tests.gpu.attention import BIT_CONFIGS, bits, each_config, pairwise, same_bits
 from tests.gpu.gradients import (
     ALL_FEATURES,
     DROPOUT_FEATURES,
@@ -70,22 +70,6 @@ def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
             assert_same_gradients(one, alone[place])
 
 
-@FEATURE
-@CONFIG
-def test_a_head_for_each_multiprocessor(head_dim: int, dtype: str, feature: str) -> None:
-    """Up to head dim 64 a thread block then works on a whole head; alone they take turns."""
-    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
-    call = draw_call(
-        head_dim, dtype, feature, batch=heads, seqlen_q=300, seqlen_k=333, nheads=1, nheads_k=1
-    )
-    together = call()
-    packed = run_packed([call.sequences([place]) for place in range(heads)], spare=9)
-    for place in (0, heads // 2, heads - 1):
-        alone = call.sequences([place])()
-        assert_same_gradients(picked(together, slice(place, place + 1)), alone)
-        assert_same_gradients(packed[place], alone)
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 def test_long_sequences(head_dim: int, causal: bool) -> None:
@@ -144,25 +128,20 @@ def test_rows_without_a_key(head_dim: int, dtype: str, seqlen_k: int) -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("nheads", "nheads_k"), [(8, 4), (12, 4), (8, 2), (16, 2), (32, 2)], ids=str
+@pairwise(
+    config=((64, "bf16"), (80, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16")),
+    feature=list(FEATURES),
+    heads=((8, 4), (12, 4), (8, 2), (16, 2), (32, 2)),
 )
-@FEATURE
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [(64, "bf16"), (80, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16")],
-)
-def test_kv_groups_alone(
-    head_dim: int, dtype: str, feature: str, nheads: int, nheads_k: int
-) -> None:
-    call = draw_call(head_dim, dtype, feature, nheads=nheads, nheads_k=nheads_k)
+def test_kv_groups_alone(config: tuple[int, str], feature: str, heads: tuple[int, int]) -> None:
+    nheads, nheads_k = heads
+    call = draw_call(*config, feature, nheads=nheads, nheads_k=nheads_k)
     dq, dk, dv = call()
     group = nheads // nheads_k
     for begin, end in {(0, 1), (nheads_k - 1, nheads_k), (0, nheads_k - 1)}:
-        heads, heads_k = slice(begin * group, end * group), slice(begin, end)
-        assert_same_gradients(
-            call.kv_heads(begin, end)(), (dq[:, :, heads], dk[:, :, heads_k], dv[:, :, heads_k])
-        )
+        rows, keys = slice(begin * group, end * group), slice(begin, end)
+        expected = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
+        assert_same_gradients(call.kv_heads(begin, end)(), expected)
 
 
 @FEATURE

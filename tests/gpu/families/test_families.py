@@ -27,7 +27,6 @@ from tests.gpu.attention import (
     assert_same,
     assert_same_in_a_graph,
     assert_same_on_streams,
-    each_config,
     make_qkv,
     pairwise,
     skip_unless_built,
@@ -153,9 +152,11 @@ def test_drawn_calls(
     assert taken >= 0.7 * calls
 
 
-BACKWARD_CONFIGS = each_config(
-    [(d, t) for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256) for t in ("bf16", "fp16")]
-)
+BACKWARD = {
+    f"d{d}-{t}": (d, t)
+    for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256)
+    for t in ("bf16", "fp16")
+}
 BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
 
 
@@ -170,21 +171,20 @@ def assert_gradients_agree(
         assert_same_gradients(left, right)
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(40, 1100), (700, 1100), (1100, 1100), (1100, 300)]
+@pairwise(
+    config=BACKWARD,
+    feature=BACKWARD_FEATURES,
+    seqlens=((40, 1100), (700, 1100), (1100, 1100), (1100, 300)),
 )
-@pytest.mark.parametrize("feature", BACKWARD_FEATURES)
-@BACKWARD_CONFIGS
 def test_gradients(
-    head_dim: int,
-    dtype: str,
+    config: tuple[int, str],
     feature: str,
-    seqlen_q: int,
-    seqlen_k: int,
+    seqlens: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    seqlen_q, seqlen_k = seqlens
     call = draw_gradient_call(
-        head_dim, dtype, feature, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=6, nheads_k=2
+        *config, feature, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=6, nheads_k=2
     )
     for family in ("sm80", "sm90"):
         monkeypatch.setenv(VARIABLE, family)
@@ -237,14 +237,13 @@ def test_heads_side_by_side_may_be_set() -> None:
     assert plan.backward.heads_in_flight == 7
 
 
-@pytest.mark.parametrize("feature", BACKWARD_FEATURES)
-@BACKWARD_CONFIGS
+@pairwise(config=BACKWARD, feature=BACKWARD_FEATURES)
 def test_gradients_of_packed_sequences(
-    head_dim: int, dtype: str, feature: str, monkeypatch: pytest.MonkeyPatch
+    config: tuple[int, str], feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [(300, 300), (0, 17), (1, 900), (65, 0), (640, 129)]
     calls = [
-        draw_gradient_call(head_dim, dtype, feature, batch=1, seqlen_q=q, seqlen_k=k, seed=seed)
+        draw_gradient_call(*config, feature, batch=1, seqlen_q=q, seqlen_k=k, seed=seed)
         for seed, (q, k) in enumerate(lengths)
     ]
     assert_gradients_agree(monkeypatch, lambda: run_packed(calls, spare=7))
@@ -258,13 +257,14 @@ def test_gradients_that_hopper_leaves_to_the_others(
     assert_gradients_agree(monkeypatch, lambda: [call()])
 
 
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("nheads_k", [2, 4], ids=["groups", "no-groups"])
-@BACKWARD_CONFIGS
+@pairwise(
+    config=BACKWARD,
+    nheads_k={"groups": 2, "no-groups": 4},
+    causal={"full": False, "causal": True},
+    family=("sm80", "sm90"),
+)
 def test_sums_of_runs_of_chunks_are_those_of_one_call(
-    head_dim: int,
-    dtype: str,
+    config: tuple[int, str],
     nheads_k: int,
     causal: bool,
     family: str,
@@ -273,7 +273,7 @@ def test_sums_of_runs_of_chunks_are_those_of_one_call(
     monkeypatch.setenv(VARIABLE, family)
     seqlen = 5 * CHUNK_ROWS + 100
     call = draw_gradient_call(
-        head_dim, dtype, "causal" if causal else "full", batch=1, nheads_k=nheads_k,
+        *config, "causal" if causal else "full", batch=1, nheads_k=nheads_k,
         seqlen_q=seqlen, seqlen_k=300 if not causal else seqlen,
     )  # fmt: skip
     assert_same_gradients(in_runs(call, {(2, 0): (0, 4), (1, 2): (4, 6)}, causal), call())
@@ -322,20 +322,21 @@ def in_runs(
 PATHS = ["path=one_cta", "path=parts", ""]
 
 
-@pytest.mark.parametrize("seqlen", [CHUNK_ROWS + edge for edge in (-1, 0, 1)])
-@pytest.mark.parametrize("nheads_k", [1, 4], ids=["groups", "no-groups"])
-@pytest.mark.parametrize("feature", ["full", "causal", "window"])
-@BACKWARD_CONFIGS
+@pairwise(
+    config=BACKWARD,
+    feature=("full", "causal", "window"),
+    nheads_k={"groups": 1, "no-groups": 4},
+    seqlen=[CHUNK_ROWS + edge for edge in (-1, 0, 1)],
+)
 def test_gradients_are_those_of_every_path(
-    head_dim: int,
-    dtype: str,
+    config: tuple[int, str],
     feature: str,
     nheads_k: int,
     seqlen: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = draw_gradient_call(
-        head_dim, dtype, feature, batch=2, nheads_k=nheads_k, seqlen_q=seqlen, seqlen_k=700
+        *config, feature, batch=2, nheads_k=nheads_k, seqlen_q=seqlen, seqlen_k=700
     )
     found = []
     for family, path in itertools.product(["sm80", "sm90"], PATHS):

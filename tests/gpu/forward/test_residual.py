@@ -19,7 +19,7 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.reference import restored
 from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, same_bits
+from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, pairwise, same_bits
 from tests.gpu.gradients import (
     ALL_FEATURES,
     GradientCall,
@@ -31,9 +31,10 @@ from tests.gpu.gradients import (
 pytestmark = pytest.mark.gpu
 
 OPS = torch.ops.flash_attn_deterministic
-CONFIG = each_config([(d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")])
+HELD = {f"d{d}-{t}": (d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")}
+CONFIG = each_config(list(HELD.values()))
 FEATURE = pytest.mark.parametrize("feature", ALL_FEATURES)
-SPLIT = pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits-of-128"])
+SPLIT = {"one-split": 0, "splits-of-128": 128}
 FAMILY = "FLASH_ATTENTION_FAMILY"
 DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
 
@@ -76,11 +77,9 @@ def assert_paths_agree(
         assert_same(run(), expected, ("out", "softmax_lse", "residual"))
 
 
-@FEATURE
-@SPLIT
-@CONFIG
-def test_out_stays(head_dim: int, dtype: str, split_size: int, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, seqlen_q=333, seqlen_k=700)
+@pairwise(config=HELD, split_size=SPLIT, feature=list(ALL_FEATURES))
+def test_out_stays(config: tuple[int, str], split_size: int, feature: str) -> None:
+    call = draw_call(*config, feature, seqlen_q=333, seqlen_k=700)
     call = call.with_options(split_size=split_size)
     with_residual = results(call)
     with deterministic_mode(keep_residual=False):
@@ -132,15 +131,15 @@ def test_error_of_dq_on_uniform_inputs(head_dim: int, dtype: str) -> None:
     assert kept < 0.5 * without
 
 
-@pytest.mark.parametrize("feature", ["full", "causal", "window", "softcap", "everything"])
-@SPLIT
-@CONFIG
+@pairwise(
+    config=HELD, split_size=SPLIT, feature=("full", "causal", "window", "softcap", "everything")
+)
 def test_families_agree(
-    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the sm90 family runs on compute capability 9.0 alone")
-    call = draw_call(head_dim, dtype, feature, seqlen_q=300, seqlen_k=700)
+    call = draw_call(*config, feature, seqlen_q=300, seqlen_k=700)
     call = call.with_options(split_size=split_size)
     found = {}
     for family in ("sm80", "sm90"):
@@ -149,13 +148,11 @@ def test_families_agree(
     assert_same(found["sm90"], found["sm80"], ("out", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("feature", ["full", "causal", "everything", "dropout"])
-@SPLIT
-@CONFIG
+@pairwise(config=HELD, split_size=SPLIT, feature=("full", "causal", "everything", "dropout"))
 def test_paths_of_long_calls_agree(
-    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = draw_call(head_dim, dtype, feature, seqlen_q=150, seqlen_k=700)
+    call = draw_call(*config, feature, seqlen_q=150, seqlen_k=700)
     families = [
         f"family={family},path={path}"
         for family in ("sm80", "sm90")
@@ -164,13 +161,11 @@ def test_paths_of_long_calls_agree(
     assert_paths_agree(monkeypatch, families, lambda: kept(call, split_size))
 
 
-@pytest.mark.parametrize("feature", ["full", "causal", "window", "alibi"])
-@SPLIT
-@CONFIG
+@pairwise(config=HELD, split_size=SPLIT, feature=("full", "causal", "window", "alibi"))
 def test_paths_of_few_queries_agree(
-    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = draw_call(head_dim, dtype, feature, seqlen_q=5, seqlen_k=700, nheads=8)
+    call = draw_call(*config, feature, seqlen_q=5, seqlen_k=700, nheads=8)
     names = [f"path={path}" for path in ("one_cta", "parts", "few_rows", "scores_first")]
     assert_paths_agree(monkeypatch, names, lambda: kept(call, split_size))
 
