@@ -35,7 +35,8 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="for developers: run on a source tree; such a report cannot be published",
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--attention",
         metavar="LIST",
         help="instead of all that: which rows of the contract other attention keeps, beside ours: "
@@ -48,7 +49,7 @@ def add_command(commands: Any) -> None:
         metavar="S",
         help="with --attention: no further case of a row starts after S seconds (default: 20)",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--ranks",
         type=int,
         metavar="N",
@@ -56,7 +57,7 @@ def add_command(commands: Any) -> None:
         "bit; starts the ranks itself, or runs as one of them under torchrun; writes ranks.json "
         "and .md",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--vllm",
         metavar="MODEL",
         help="instead of all that: whether the installed vLLM answers with the same bits alone and "
@@ -132,12 +133,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         and (arguments.ranks is not None or arguments.attention is not None)
     ):
         raise ArgumentError("--allow-source: expected together with --wheel")
-    for name in ("attention", "seconds"):
-        if arguments.ranks is not None and getattr(arguments, name) is not None:
-            raise ArgumentError(f"--{name}: cannot be combined with --ranks")
-    for name in ("ranks", "attention", "wheel"):
-        if arguments.vllm is not None and getattr(arguments, name) is not None:
-            raise ArgumentError(f"--{name}: cannot be combined with --vllm")
+    if arguments.vllm is not None and arguments.wheel is not None:
+        raise ArgumentError("--wheel: cannot be combined with --vllm")
     if arguments.vllm_options is not None and arguments.vllm is None:
         raise ArgumentError("--vllm-options: expected together with --vllm only")
     if arguments.seconds is not None and arguments.attention is None:

@@ -29,14 +29,15 @@ NOT_APPLICABLE = "not-applicable"
 NOT_RUN = "not-run"
 INCOMPLETE = "incomplete"  # of a whole report only
 
-# What a failing section makes the exit status; the first that failed decides.
-SECTION_EXITS = {
-    "environment": Exit.ENVIRONMENT,  # nothing else can be what it should be then
-    "contract": Exit.CONTRACT,
-    "accuracy": Exit.ACCURACY,
-    "forward": Exit.PERFORMANCE,
-    "decode": Exit.PERFORMANCE,
-    "backward": Exit.PERFORMANCE,
+# Title of each section, and what it makes the exit status where it fails: the first that failed
+# decides. Without a sound environment nothing else can be what it should be.
+SECTIONS = {
+    "environment": ("Environment", Exit.ENVIRONMENT),
+    "contract": ("Contract", Exit.CONTRACT),
+    "accuracy": ("Accuracy against float64", Exit.ACCURACY),
+    "forward": ("Time and memory of the forward", Exit.PERFORMANCE),
+    "decode": ("Time of decode", Exit.PERFORMANCE),
+    "backward": ("Time and memory of the backward", Exit.PERFORMANCE),
 }
 
 
@@ -54,7 +55,4 @@ def exit_status(sections: Iterable[Mapping[str, Any]], complete: bool) -> Exit:
     if not complete:
         return Exit.INTERRUPTED
     bad = {str(one["id"]) for one in sections if one["status"] not in (PASSED, NOT_APPLICABLE)}
-    for name, status in SECTION_EXITS.items():
-        if name in bad:
-            return status
-    return Exit.PASSED
+    return next((status for name, (_, status) in SECTIONS.items() if name in bad), Exit.PASSED)

@@ -81,7 +81,7 @@ class Run:
 
     def sections(self) -> list[dict[str, Any]]:
         """Returns the sections of the report."""
-        return [self._section(name) for name in tasks.SECTIONS]
+        return [self._section(name) for name in outcome.SECTIONS]
 
     def record(self) -> dict[str, Any]:
         """Returns the report; docs/verification.schema.json describes it."""
@@ -166,7 +166,7 @@ class Run:
         ]
         section: dict[str, Any] = {
             "id": name,
-            "title": tasks.SECTIONS[name],
+            "title": outcome.SECTIONS[name][0],
             "status": outcome.combined(statuses),
             "reason": "; ".join(reasons) or None,
             "seconds": round(sum(self.seconds.get((name, task.id), 0.0) for task in own), 1),

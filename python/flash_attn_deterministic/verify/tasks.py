@@ -9,15 +9,6 @@ from typing import Any
 from . import outcome
 from .contract.sizes import Config, size_of
 
-# id to title, in the order of the report.
-SECTIONS = {
-    "environment": "Environment",
-    "contract": "Contract",
-    "accuracy": "Accuracy against float64",
-    "forward": "Time and memory of the forward",
-    "decode": "Time of decode",
-    "backward": "Time and memory of the backward",
-}
 CUDA_ONLY = ("forward", "decode", "backward")
 
 OnCase = Callable[[str, int, int], None]
@@ -55,7 +46,7 @@ def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list
     }
     return [
         Task(section, task_id)
-        for section in SECTIONS
+        for section in outcome.SECTIONS
         if device == "cuda" or section not in CUDA_ONLY
         for task_id in ids.get(section, [section])
     ]

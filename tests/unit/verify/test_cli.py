@@ -120,14 +120,13 @@ def test_each_section_has_its_exit_status(
 def test_the_gravest_failed_section_decides(failed: str, expected: Exit) -> None:
     failures = failed.split()
     sections = [
-        {"id": s, "status": "failed" if s in failures else "passed"} for s in tasks.SECTIONS
+        {"id": s, "status": "failed" if s in failures else "passed"} for s in outcome.SECTIONS
     ]
     assert outcome.exit_status(sections, complete=True) == expected
 
 
 def test_exit_statuses_are_distinct() -> None:
     assert len({int(status) for status in Exit}) == len(Exit)
-    assert set(outcome.SECTION_EXITS) == set(tasks.SECTIONS)
 
 
 def raising(exception: type[BaseException]) -> Callable[..., Any]:
@@ -266,11 +265,24 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in printed
 
 
-def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["verify", "--device", "tpu"])
-    assert caught.value.code == Exit.USAGE
-    assert "invalid choice: 'tpu'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device tpu", "invalid choice: 'tpu'"),
+        ("--ranks 2 --attention sdpa-math", "--attention: not allowed with argument --ranks"),
+        ("--ranks 2 --vllm m", "--vllm: not allowed with argument --ranks"),
+        ("--ranks 2 --seconds 5", "--seconds: expected together with --attention only"),
+        ("--ranks 2 --allow-source", "--allow-source: expected together with --wheel"),
+        ("--ranks 2 --wheel no.whl", "--wheel: no.whl is not a file"),
+    ],
+)
+def test_wrong_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["verify", "--device", "cpu", *words.split()])
+    except SystemExit as refused:  # of argparse
+        status = int(refused.code or 0)
+    assert status == Exit.USAGE
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -421,7 +433,7 @@ def test_tasks_cover_each_section() -> None:
     for device in ("cpu", "cuda"):
         found = {task.section for task in tasks.list_tasks(device, True, lambda _: True)}
         left_out = set(tasks.CUDA_ONLY) if device == "cpu" else set()
-        assert found == set(tasks.SECTIONS) - left_out
+        assert found == set(outcome.SECTIONS) - left_out
     assert tasks.list_tasks("cuda", False, lambda _: False)
 
 

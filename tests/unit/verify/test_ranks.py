@@ -172,31 +172,6 @@ def test_wrong_numbers_of_ranks(
     assert started == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(
-            ["--attention", "sdpa-math"],
-            "--attention: cannot be combined with --ranks",
-            id="attention",
-        ),
-        pytest.param(
-            ["--seconds", "5"], "--seconds: cannot be combined with --ranks", id="seconds"
-        ),
-        pytest.param(["--wheel", "no.whl"], "--wheel: no.whl is not a file", id="wheel"),
-    ],
-)
-def test_other_options(
-    started: list[list[str]],
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["verify", "--ranks", "2", "--device", "cpu", *options]) == Exit.USAGE
-    assert f"error: {message}" in capsys.readouterr().err
-    assert started == []
-
-
 def test_a_wheel_is_compared_and_passed_on(
     started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

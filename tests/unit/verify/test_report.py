@@ -170,7 +170,7 @@ def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "section", [name for name in tasks.SECTIONS if name not in ("environment", "contract")]
+    "section", [name for name in outcome.SECTIONS if name not in ("environment", "contract")]
 )
 def test_any_number_may_be_missing(
     section: str, value: float, tmp_path: Path, validator: Draft202012Validator
@@ -273,7 +273,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path, failed: int) -> None:
     page.feed(text)
     assert page.open == []
     assert all(name.startswith("#") for name in page.references)
-    assert {f"#{section}" for section in tasks.SECTIONS} <= set(page.references)
+    assert {f"#{section}" for section in outcome.SECTIONS} <= set(page.references)
     assert "url(" not in text
     assert "width=device-width" in text
 

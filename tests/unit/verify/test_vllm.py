@@ -208,7 +208,7 @@ def test_equal_answers_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        pytest.param(["--vllm", "m", "--ranks", "2"], "--ranks: cannot be combined", id="ranks"),
+        pytest.param(["--vllm", "m", "--wheel", "w"], "--wheel: cannot be combined", id="wheel"),
         pytest.param(["--vllm-options", "{}"], "--vllm-options: expected together", id="alone"),
         pytest.param(
             ["--vllm", "m", "--vllm-options", "x"], "expected a JSON object", id="no-json"
