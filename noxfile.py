@@ -166,24 +166,22 @@ def torchtitan(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
-    """Run the release gate; write the release into build/release (-- --locked: tools by hash)."""
+    """Run the release gate; write the release into build/release."""
     run_gate(session, "release", *session.posargs)
 
 
 @nox.session(default=False)
 def publish(session: nox.Session) -> None:
-    """Run the gate, then upload the wheels (-- --locked: the gate's; other ARGS: twine's)."""
-    of_gate = [argument for argument in session.posargs if argument == "--locked"]
-    others = [argument for argument in session.posargs if argument != "--locked"]
-    run_gate(session, "release", *of_gate)
+    """Run the gate, then upload the wheels (-- ARGS: twine's)."""
+    run_gate(session, "release")
     paths = map(str, wheels(session, "build/release/package-index"))
     install(session, "publish")
-    session.run("twine", "upload", "--non-interactive", *others, *paths)
+    session.run("twine", "upload", "--non-interactive", *session.posargs, *paths)
 
 
 @nox.session(default=False)
 def index(session: nox.Session) -> None:
-    """Write the static package index of all releases into build/index (-- --locked)."""
+    """Write the static package index of all releases into build/index."""
     run_gate(session, "release.index", *session.posargs)
 
 
@@ -377,10 +375,9 @@ def run_build(session: nox.Session, *arguments: str) -> None:
 
 
 def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
-    """Runs a module of flash_attn_build that gates; --locked: with tools by hash."""
+    """Runs a module of flash_attn_build that gates."""
     install(session, "gate")
-    others = [argument for argument in arguments if argument != "--locked"]
-    session.run("python", "-m", f"flash_attn_build.{name}", *others, env=TOOLS)
+    session.run("python", "-m", f"flash_attn_build.{name}", *arguments, env=TOOLS)
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:

@@ -206,12 +206,12 @@ def test_a_new_system_runs_what_the_readme_says(
     assert (session.commands, session.environments) == ([(".ci/fresh", "trixie", "true")], [{}])
 
 
-def test_publish_gives_the_gate_its_option_and_twine_the_rest(
+def test_publish_runs_the_gate_and_gives_twine_its_options(
     sessions: ModuleType, tmp_path: Path
 ) -> None:
     names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
     put(tmp_path / "build" / "release" / "package-index", *names)
-    session = Session("--locked", "--repository", "test")
+    session = Session("--repository", "test")
     sessions.publish(session)
     gate, upload = (command for command in session.commands if command[0] != "install")
     assert gate == ("python", "-m", "flash_attn_build.release")
