@@ -93,14 +93,13 @@ def test_all_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "status"),
+    ("section", "status", "result"),
     [
-        ("contract", Exit.CONTRACT),
-        ("accuracy", Exit.ACCURACY),
-        ("environment", Exit.ENVIRONMENT),
+        ("contract", Exit.CONTRACT, "failed"),
+        ("accuracy", Exit.ACCURACY, "error"),
+        ("environment", Exit.ENVIRONMENT, "failed"),
     ],
 )
-@pytest.mark.parametrize("result", ["failed", "error"])
 def test_each_section_has_its_exit_status(
     stand_in: type[StandIn], section: str, status: Exit, result: str, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_passing_report(tmp_path: Path, validator: Draft202012Validator) -> No
     assert (record["status"], record["complete"]) == ("passed", True)
     assert record["architectures"]["ran"] == ["sm_90"]
     assert record["digest"] == report.canonical_digest(record)
+    assert record["digest"] != report.canonical_digest({**record, "status": "passed!"})
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(report.NAMES)
 
 
@@ -115,12 +116,7 @@ def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012V
     assert status_of(record, "decode") == "not-run"
     for name in report.NAMES[1:]:
         assert "ncomplete" in (tmp_path / name).read_text()
-
-
-def test_nothing_has_run_yet(tmp_path: Path, validator: Draft202012Validator) -> None:
-    run = cuda_run(tmp_path)
-    run.complete = False
-    run.results.clear()
+    run.results.clear()  # nothing has run yet
     assert not list(validator.iter_errors(written(run)))
 
 
@@ -168,19 +164,18 @@ def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from numbers_of(item)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "section", [name for name in outcome.SECTIONS if name not in ("environment", "contract")]
 )
 def test_any_number_may_be_missing(
-    section: str, value: float, tmp_path: Path, validator: Draft202012Validator
+    section: str, tmp_path: Path, validator: Draft202012Validator
 ) -> None:
     run = cuda_run(tmp_path)
     for (own, _), result in run.results.items():
         if own == section:
             result |= {"status": outcome.FAILED, "data": copy.deepcopy(result["data"])}
             for container, key in numbers_of(result["data"]):
-                container[key] = value
+                container[key] = float("nan")
     record = written(run)
     assert not list(validator.iter_errors(record))
     assert run.unrendered == ""
@@ -293,9 +288,8 @@ def test_the_report_says_what_golden_hashes_rest_on(
     evidence = {
         "families": {"agreeing": 300, "differing": []}, "accuracy": {"calls": 450, "worst": worst}
     }  # fmt: skip
-    entry = Entry(2, "9.0", {"gpu": "NVIDIA H200"}, {"a": "1"}, evidence)
-    monkeypatch.setattr(golden.record, "read", lambda path: Golden({}, (entry,)))
-    monkeypatch.setattr(golden, "build_info", lambda: entry)
+    entry = Entry({"gpu": "NVIDIA H200"}, evidence, {"a": "1"})
+    monkeypatch.setattr(golden.record, "read", lambda version: Golden(version, {}, {"9.0": entry}))
     record = written(cuda_run(tmp_path))
     assert not list(validator.iter_errors(record))
     assert record["build"]["golden"] == {"origin": entry.origin, "evidence": evidence}
@@ -331,13 +325,6 @@ def test_a_report_has_the_provenance_of_every_result(tmp_path: Path) -> None:
     assert "/" not in found["command"]
 
 
-def test_digest_follows_the_content(tmp_path: Path) -> None:
-    record = cuda_run(tmp_path).record()
-    before = report.canonical_digest(record)
-    record["sections"][1]["status"] = "passed!"
-    assert report.canonical_digest(record) != before
-
-
 def test_finite() -> None:
     values = {"a": [1.0, float("nan"), (float("-inf"),)], "b": "inf"}
     assert finite(values) == {"a": [1.0, None, [None]], "b": "inf"}
@@ -369,12 +356,6 @@ def test_what_was_there_is_left(
             raise raised
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(caught, match=str(raised).partition("] ")[2]):
+    with pytest.raises(caught, match=str(raised).partition("] ")[2] or None):
         write_files(tmp_path, {"a": "new", "b": "new"})
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old", "b": "old"}
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ReportError, match="choose another folder with --out"):
-        write_files(tmp_path / "file" / "out", {"a": ""})
