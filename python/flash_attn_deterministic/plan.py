@@ -21,7 +21,14 @@ from .interface import call as steps
 from .interface import kvcache
 from .mode import DECORATED, deterministic_mode
 from .ops.autograd import check_no_tangent
-from .schemas import FAMILIES, PATHS, WITH_RESIDUAL, argument_names, unpacked
+from .schemas import (
+    FAMILIES,
+    PATHS,
+    WITH_RESIDUAL,
+    WITHOUT_BACKWARD,
+    argument_names,
+    unpacked,
+)
 from .types import Call, Lengths
 
 _OPS = torch.ops.flash_attn_deterministic
@@ -183,9 +190,6 @@ def _prepared(given: dict[str, Any]) -> Call:
     return steps.prepare(inputs, lengths, options, slopes, sink)[-1]
 
 
-_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
-
-
 def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
     """Returns the plan; lengths are those of the longest sequence, or an upper bound."""
     name, given = unpacked(op, dict(zip(argument_names(op), arguments, strict=False)))
@@ -241,7 +245,7 @@ def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
         deterministic,
     )
     backward = given.get("deterministic_bwd")
-    if any(given.get(name) is not None for name in _WITHOUT_BACKWARD):
+    if any(given.get(name) is not None for name in WITHOUT_BACKWARD):
         backward = None
     if backward is not None and not instance_problem(q.dtype, head_dim, "bwd"):
         bwd_family, *numbers = _OPS.bwd_plan(*shared, backward)

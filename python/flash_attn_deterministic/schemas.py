@@ -99,6 +99,8 @@ PLAN = {
     "bool has_softcap, bool has_dropout, bool packed, bool deterministic) "
     "-> (int, int, int, int, bool, int, int)",
 }
+# Arguments of varlen_fwd with which a call has no backward.
+WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 # Names of the plan's numbers, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
 PATHS = ("one-cta", "parts", "few-rows", "scores-first")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import NamedTuple
 
 import torch
 
@@ -20,7 +19,8 @@ from ..ops import library
 _DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     """A CUDA device of this machine; `reason` is why it can't run the wheel, or empty."""
 
     index: int
@@ -75,7 +75,7 @@ class Info:
         mode = None if self.mode is None else self.mode._asdict()
         upstream = self.upstream._asdict()
         upstream["patches"] = [patch._asdict() for patch in self.upstream.patches]
-        devices = [device._asdict() for device in self.devices]
+        devices = [vars(device) for device in self.devices]
         record = {**vars(self), "upstream": upstream, "mode": mode, "devices": devices}
         return json.dumps(record, indent=2)
 

@@ -43,7 +43,9 @@ class as_flash_attn:
     def __init__(self) -> None:
         with _lock:
             if not _active:
-                _install()
+                modules = _modules()  # first, so that a failure hides nothing
+                _before.update(_loaded())
+                _replace(modules)
             _active.append(self)
 
     def undo(self) -> None:
@@ -53,7 +55,8 @@ class as_flash_attn:
                 return
             _active.remove(self)
             if not _active:
-                _uninstall()
+                _replace(_before)
+                _before.clear()
 
     def __enter__(self) -> as_flash_attn:
         return self
@@ -80,17 +83,6 @@ def _modules() -> dict[str, ModuleType]:
 def _loaded() -> dict[str, ModuleType]:
     modules = list(sys.modules.items())
     return {name: module for name, module in modules if name.split(".")[0] in _NAMES}
-
-
-def _install() -> None:
-    modules = _modules()  # first, so that a failure hides nothing
-    _before.update(_loaded())
-    _replace(modules)
-
-
-def _uninstall() -> None:
-    _replace(_before)
-    _before.clear()
 
 
 def _replace(modules: dict[str, ModuleType]) -> None:

@@ -287,11 +287,7 @@ def stand_in_for(*names: str) -> None:
     for name in names:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"names: expected strings, got {type(name).__name__}")
-        register_flash_attention_impl(name, register_fn=_register)
+        register_flash_attention_impl(name, register_fn=Handle)
 
 
-def _register() -> Handle:
-    return Handle()
-
-
-register_flash_attention_impl(NAME, register_fn=_register)
+register_flash_attention_impl(NAME, register_fn=Handle)

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..mode import Mode, mode_of_call, resolve, resolve_deterministic
 from ..ops.autograd import run
 from ..private import C
-from ..schemas import argument_names, forward_call, parts_of
+from ..schemas import WITHOUT_BACKWARD, argument_names, forward_call, parts_of
 from ..types import Call, Inputs, Lengths, Options
 
 # Defines the ops.
@@ -248,7 +248,7 @@ def _check_no_gradient(inputs: tuple[Any, ...], lengths: Lengths) -> None:
 
 def without_backward(lengths: Lengths) -> str:
     """Returns the name of a given argument that has no backward; "" if there is none."""
-    for name in ("seqused_k", "leftpad_k", "block_table"):
+    for name in WITHOUT_BACKWARD:
         if getattr(lengths, name) is not None:
             return name
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,6 @@ from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
 from .call import WithLse, as_sink, completed, resolve_options, typed
-
-
-def _writable() -> AbstractContextManager[Any]:
-    """Lets torch write to a cache that was made in inference mode, as the kernels do."""
-    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
 
 
 @typed
@@ -132,7 +127,9 @@ def flash_attn_with_kvcache(
             out = out[..., :head_dim_v]
             if k is not None:
                 _, k_copy, v_copy, *_ = call[1]
-                with _writable():
+                # The cache may have been made in inference mode; kernels write to it all the same.
+                writes = nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
+                with writes:
                     for cache, copy in ((k_cache, k_copy), (v_cache, v_copy)):
                         if copy is not cache:
                             cache.copy_(copy[..., : cache.shape[-1]])

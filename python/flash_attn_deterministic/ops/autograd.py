@@ -25,14 +25,13 @@ from torch.autograd import forward_ad
 from ..checks.ops import validate
 from ..errors import NotDeterministicError, UnsupportedError
 from ..private import AUTOGRAD, C, is_observed
-from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, argument_names
+from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, WITHOUT_BACKWARD, argument_names
 from ..types import Call
 
 _OPS: Any = torch.ops.flash_attn_deterministic
 # More arguments than an op has.
 _NONE_AT_THE_END = 99
 _NO_GRADIENT = None, 0, _NONE_AT_THE_END
-_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
 def register(library: Any) -> None:
@@ -163,7 +162,7 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
     more = operator.itemgetter(*map(names.index, rest[:split]))
     numbers = operator.itemgetter(*map(names.index, (*rest[split:], "deterministic_bwd")))
     kept = count + 2 + split  # tensors
-    without = [(other, names.index(other)) for other in _WITHOUT_BACKWARD if other in names]
+    without = [(other, names.index(other)) for other in WITHOUT_BACKWARD if other in names]
 
     # The context keeps the arguments of a call and what its mode resolved to: the backward may run
     # in another thread, or in another mode.
