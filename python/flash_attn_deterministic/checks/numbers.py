@@ -8,15 +8,13 @@ often a softmax scale in the place of `causal`.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..build_info import build_info
-from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError
+from ..errors import ArgumentError, ArgumentTypeError
 from .describe import shown, type_name
 
 _INTS = (int, torch.SymInt)
@@ -28,6 +26,7 @@ _FACTOR = "from 2**-126 to 2**127 (1.2e-38 to 1.7e38; the kernels take it as flo
 _MAX_LENGTH = 2**30 - 1  # the sum of two lengths has to fit 32 bits
 _MAX_SPLIT_SIZE = 2**29  # beyond, counts of keys in the kernels could overflow 32 bits
 _UNLIMITED = 2**29  # a window of this width has no limit
+KEYS_PER_BLOCK = 64  # that every kernel takes at a time: kKeysPerBlock in cpp
 
 
 def as_flag(name: str, value: Any) -> bool:
@@ -192,24 +191,6 @@ def check_num_splits(num_splits: Any) -> None:
         raise ArgumentError(f"num_splits: expected 0 (automatic) or more, got {shown(number)}")
 
 
-def blocks() -> dict[int, int]:
-    """Returns the keys that kernels take at a time, by the largest head dim of each."""
-    try:
-        return {head_dim: tile.block_n for head_dim, tile in build_info().tiles.items()}
-    except BuildInfoError:
-        return {256: 64}  # a source tree: the value of all kernels
-
-
-# Read at import: torch.compile can't trace reading a file.
-_BLOCKS = blocks()
-_COMMON_BLOCK_N = math.lcm(*_BLOCKS.values())
-
-
-def block_n(head_dim: int) -> int:
-    """Returns the keys that the kernel for a head dim takes at a time."""
-    return next((block for most, block in _BLOCKS.items() if head_dim <= most), _COMMON_BLOCK_N)
-
-
 def as_split_size(split_size: Any, name: str = "split_size") -> int:
     """Returns a split size; whether it fits the kernel's blocks is not checked."""
     tokens = as_int(name, split_size, "an int or None")
@@ -222,9 +203,9 @@ def as_split_size(split_size: Any, name: str = "split_size") -> int:
 
 
 def as_mode_split_size(split_size: Any, name: str = "split_size") -> int:
-    """Returns a split size that fits the blocks of every head dim."""
+    """Returns a split size that fits the kernels' blocks."""
     tokens = as_split_size(split_size, name)
-    check_multiple(tokens, _COMMON_BLOCK_N, name)
+    check_multiple(tokens, KEYS_PER_BLOCK, name)
     return tokens
 
 

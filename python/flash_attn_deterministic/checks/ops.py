@@ -264,7 +264,7 @@ def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> 
     numbers.check_factors(given["softmax_scale"], given["softcap"])
     dropout_p = numbers.as_dropout(given.get("dropout_p", 0.0))
     if "split_size" in given:
-        numbers.check_multiple(given["split_size"], numbers.block_n(head_dim))
+        numbers.check_multiple(given["split_size"], numbers.KEYS_PER_BLOCK)
     kernels.check_kernels(q.device, q.dtype, head_dim, direction)
     kernels.check_combination(q.device, given["softcap"], dropout_p)
 

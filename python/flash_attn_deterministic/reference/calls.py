@@ -46,7 +46,7 @@ def attention(
         dropout_p: probability that a weight is dropped; the others are divided by 1 - dropout_p.
         rng_state: (2,), int64: seed and offset of the dropout mask.
         split_size: tokens per split, a multiple of block_n; 0: one split. Of the forward.
-        block_n: keys per block, a power of two; None: that of the kernel for this head_dim.
+        block_n: keys per block, a power of two; None: that of the kernels.
         formats: number format of each step.
         learnable_sink: (nheads,), one more score of each row, without a value, that is not scaled.
 

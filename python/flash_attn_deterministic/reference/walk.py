@@ -11,8 +11,7 @@ from typing import TypedDict
 
 import torch
 
-from ..build_info import build_info
-from ..checks.numbers import check_multiple
+from ..checks.numbers import KEYS_PER_BLOCK, check_multiple
 from ..errors import ArgumentError, DtypeError
 from .dropout import keep_probability
 from .formats import DEFAULT_FORMATS, Formats
@@ -123,7 +122,7 @@ class Walk:
             window=Window.of(causal, window),
             softcap=softcap,
             split_size=split_size,
-            block_n=build_info().tile(head_dim).block_n if block_n is None else block_n,
+            block_n=KEYS_PER_BLOCK if block_n is None else block_n,
             dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
             formats=formats.filled(q.dtype),
             dropout_p=dropout_p,

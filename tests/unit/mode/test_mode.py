@@ -24,11 +24,11 @@ from flash_attn_deterministic import (
     set_deterministic_mode,
 )
 from flash_attn_deterministic import mode as current
+from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.checks import numbers
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
-    BuildInfoError,
     FlashAttnError,
     MissingInstanceError,
     ModeError,
@@ -421,13 +421,8 @@ def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.Monke
     use(enabled=False)
 
 
-def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_record() -> None:
-        raise BuildInfoError("a source tree")
-
-    assert set(numbers.blocks().values()) == {64}
-    monkeypatch.setattr(numbers, "build_info", no_record)
-    assert numbers.blocks() == {256: 64}
+def test_every_kernel_takes_as_many_keys() -> None:
+    assert {tile.block_n for tile in build_info().tiles.values()} == {numbers.KEYS_PER_BLOCK}
 
 
 # --- Environment --------------------------------------------------------------------------------

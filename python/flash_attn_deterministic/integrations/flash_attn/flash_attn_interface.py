@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ...checks.numbers import KEYS_PER_BLOCK
 from ...checks.tensors import check_like
 from ...errors import UnsupportedError
 from ...interface import *  # noqa: F403
@@ -21,8 +22,8 @@ _ROWS = 128  # flash_attn rounds the rows of softmax_d up to a multiple of this
 def _get_block_size_n(
     device: torch.device | str | int, head_dim: int, is_dropout: bool, is_causal: bool
 ) -> int:
-    """Returns the number of keys per block of the kernels: 64, whatever the arguments."""
-    return 64
+    """Returns the number of keys per block of the kernels, whatever the arguments."""
+    return KEYS_PER_BLOCK
 
 
 def _flash_attn_forward(
