@@ -66,12 +66,7 @@ class Mode(NamedTuple):
 
 
 def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) -> Mode:
-    """Reads the mode that a process starts with; an empty variable counts as unset.
-
-    Raises:
-        ArgumentError: a variable has a wrong value; the message names it.
-        MissingInstanceError: the variables ask for what the wheel does not hold.
-    """
+    """Reads the mode that a process starts with; what is wrong with a variable names it."""
     name, text = read(environ, ENABLED)
     if text and text.lower() not in _WORDS:
         raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {shown(text)}")
@@ -412,12 +407,7 @@ def _runs_later(what: str) -> ArgumentTypeError:
 
 
 def resolve(mode: Mode, split_size: int | None) -> Mode:
-    """Returns the mode of one call, with split_size 0 where it has no effect.
-
-    Args:
-        mode: around the call.
-        split_size: the call's own; None: the mode's.
-    """
+    """Returns the mode of a call with a split_size of its own, or None; 0 where it has no effect."""
     if not mode.enabled:
         split_size = 0
     return mode if split_size is None else mode._replace(split_size=split_size)
@@ -428,14 +418,6 @@ def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
 
     False is flash_attn's default, which frameworks pass even where their user chose nothing. So it
     means the same as None: the mode decides, or torch.use_deterministic_algorithms.
-
-    Args:
-        deterministic: the call's argument; None or False: as in the mode; "never": it is not.
-        mode: of the call.
-
-    Raises:
-        ArgumentTypeError: neither a bool, None nor "never".
-        MissingInstanceError: True, and the wheel holds no deterministic kernels.
     """
     if isinstance(deterministic, str):
         if deterministic == NEVER:

@@ -20,16 +20,7 @@ def check_kernels(
     """Checks that this wheel has a kernel for a call on CUDA tensors, and code for their GPU.
 
     Skipped while torch.compile traces, which can't trace files and devices: the op checks again.
-
-    Args:
-        device: of the tensors; only CUDA devices need kernels.
-        dtype: float16 or bfloat16.
-        head_dim: 1 to 256.
-        direction: "fwd" or "bwd".
-
-    Raises:
-        MissingInstanceError: no kernel for this dtype and head dim.
-        UnsupportedDeviceError: no code for this GPU's architecture.
+    The direction is "fwd" or "bwd".
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return

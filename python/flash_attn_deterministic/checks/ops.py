@@ -44,20 +44,13 @@ Given = dict[str, Any]
 
 
 def validate(op: str, arguments: Sequence[Any], read_values: bool = False) -> None:
-    """Checks the arguments of an op.
+    """Checks the arguments of an op; raises as `flash_attn_func`.
 
     Args:
         op: its name.
         arguments: in the order of its schema; defaults at the end may be missing. cache_seqlens may
             be an int, of which the caller makes a tensor.
         read_values: whether to check the values of lengths and indices too, of CPU tensors.
-
-    Raises:
-        ArgumentTypeError: not a tensor; DtypeError: a wrong dtype.
-        ArgumentError: a wrong shape, layout, device or value.
-        UnsupportedError: a combination of arguments that no kernel computes.
-        UnsupportedDeviceError: a device that this wheel has no code for.
-        MissingInstanceError: this wheel lacks the kernel.
     """
     given = dict(zip(argument_names(op), arguments, strict=False))
     _VALIDATORS[op.removesuffix(WITH_RESIDUAL)](given)

@@ -177,12 +177,7 @@ def check_int32(
 ) -> None:
     """Checks a tensor of lengths or indices.
 
-    Args:
-        name: of the argument.
-        tensor: the argument.
-        shape: expected; -1: any size.
-        layout: names of its dimensions, such as "(batch,)".
-        device: of q; None: any.
+    A size of -1 and a device of None stand for any; layout names the dimensions: "(batch,)".
     """
     check_tensor(name, tensor)
     if tensor.dtype != torch.int32:

@@ -62,18 +62,9 @@ def forward(
     dropout_p: float = 0.0,
     lengths: Lengths | None = None,
 ) -> Forward:
-    """Runs a forward op.
+    """Runs a forward op; arguments as of `flash_attn_func` or, with lengths, the packed one.
 
-    Args:
-        q: as of `flash_attn_func`, or packed; head_dim is a multiple of 8.
-        k: like q, or with a block_table (pages, page_block_size, nheads_k, head_dim).
-        v: like k; it may have another head_dim.
-        mask: scores and mask.
-        dropout_p: probability in [0, 1).
-        lengths: where packed sequences begin and end; None: a dense call.
-
-    Raises:
-        UnsupportedError: a mode with keep_residual. Others as `flash_attn_func`.
+    A head_dim is a multiple of 8. A mode with keep_residual raises UnsupportedError.
     """
     lengths, options = _resolved(q, mask, dropout_p, lengths, False)
     if options.keep_residual:
@@ -108,21 +99,9 @@ def backward(
 ) -> Gradients:
     """Runs a backward op; arguments as of `forward`, without seqused_k, leftpad_k and block_table.
 
-    Args:
-        dout: the gradient of result.out, like it.
-        q: see above; so are the others that are not listed.
-        k: see q.
-        v: see q.
-        result: as `forward` returned it.
-        mask: see q.
-        dropout_p: see q.
-        lengths: see q.
-        deterministic: True: the bits of the gradients depend on their own inputs only, also where
-            the mode is not enabled.
-        dlse: the gradient of result.softmax_lse, like it; None: 0.
-
-    Returns:
-        dq, dk and dv: like q, k and v, contiguous.
+    dout and dlse (None: 0) are the gradients of result, which `forward` returned. With
+    `deterministic`, the bits of the gradients depend on their own inputs only, also where the mode
+    is not enabled. Returns dq, dk and dv: like q, k and v, contiguous.
     """
     lengths, options = _resolved(q, mask, dropout_p, lengths, deterministic)
     if isinstance(dout, torch.Tensor) and dout.dim() and dout.stride(-1) != 1:

@@ -12,13 +12,9 @@ from ..types import Lengths, Options
 
 
 class PagedAttention:
-    """The attention of one layer. What is the same in all its calls is found once, to save time.
+    """The attention of one layer; arguments as of `flash_attn_varlen_func`.
 
-    Args:
-        softmax_scale: factor of the scores.
-        window_size: as of `flash_attn_varlen_func`; so are softcap and alibi_slopes.
-        softcap: see window_size.
-        alibi_slopes: see window_size.
+    What is the same in all its calls is found once, to save time.
     """
 
     def __init__(
@@ -40,14 +36,10 @@ class PagedAttention:
         causal: bool,
         learnable_sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns out (total_q, nheads, head_dim).
+        """Returns out (total_q, nheads, head_dim); a head_dim is a multiple of 8.
 
-        Args:
-            query: (total_q, nheads, head_dim), head_dim a multiple of 8.
-            pages: of keys and values, (pages, page_block_size, nheads_k, head_dim).
-            lengths: of the requests, with their pages.
-            causal: whether the mask is causal.
-            learnable_sink: as of `flash_attn_func`.
+        pages are of keys and values, (pages, page_block_size, nheads_k, head_dim), and lengths have
+        a block_table.
         """
         if causal not in self._options:
             scale, window, softcap = self._numbers

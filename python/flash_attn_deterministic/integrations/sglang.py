@@ -143,20 +143,10 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Writes k and v into the pool; returns attention, (tokens, nheads * head_dim).
+        """Writes k and v into the pool; returns attention, like q: (tokens, nheads * head_dim).
 
-        Args:
-            q: (tokens, nheads * head_dim).
-            k: (tokens, nheads_k, head_dim); None: the pool has them already.
-            v: like k.
-            layer: SGLang's RadixAttention.
-            forward_batch: the step that was prepared.
-            save_kv_cache: whether k and v are written.
-            sinks: (nheads,), a logit per head that takes part in each softmax.
-            unknown: arguments of other models; only None and False.
-
-        Raises:
-            UnsupportedError: a layer or an argument that is not supported.
+        k and v are (tokens, nheads_k, head_dim), or None where the pool has them already; sinks are
+        (nheads,). Layers and arguments that are not supported raise UnsupportedError.
         """
         _check(layer, unknown)
         if k is not None and save_kv_cache:

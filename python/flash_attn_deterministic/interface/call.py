@@ -60,13 +60,7 @@ def attend(
 ) -> torch.Tensor | WithProbs:
     """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
-    Args:
-        inputs: the tensors that get gradients.
-        lengths: of packed sequences; None: dense.
-        given: the arguments of `resolve_options` after head_dim.
-        alibi_slopes: as of `flash_attn_func`.
-        return_attn_probs: as of `flash_attn_func`.
-        learnable_sink: as of `flash_attn_func`.
+    `given` are those of `resolve_options` after q.
     """
     with_probs = return_attn_probs
     if with_probs is not False:

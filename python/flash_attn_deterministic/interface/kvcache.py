@@ -151,12 +151,8 @@ def prepare(
 ) -> tuple[int, Call]:
     """Returns head_dim, and the layout of a call; a wrong length raises.
 
-    Args:
-        tensors: those of `cache_call`, with a cache_seqlens that may be an int.
-        given: the arguments of `resolve_options` after dropout_p.
-        rotary_interleaved: as of the function; alibi_slopes and learnable_sink too.
-        alibi_slopes: see rotary_interleaved.
-        learnable_sink: see rotary_interleaved.
+    Tensors are those of `cache_call`, with a cache_seqlens that may be an int; `given` are the
+    arguments of `resolve_options` after dropout_p.
     """
     head_dim, options = resolve_options(tensors[0], 0.0, *given)
     if isinstance(learnable_sink, torch.Tensor):

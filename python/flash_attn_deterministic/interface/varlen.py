@@ -115,8 +115,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: (total, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
-        cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total; read as in
-            `flash_attn_varlen_func`.
+        cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total.
         max_seqlen: length of the longest sequence, or more, as in `flash_attn_varlen_func`.
         dropout_p: as in `flash_attn_func`; so are the arguments after it.
 
@@ -157,10 +156,8 @@ def flash_attn_varlen_kvpacked_func(
         q: (total_q, nheads, head_dim), float16 or bfloat16.
         kv: (total_k, 2, nheads_k, head_dim), like q; k and v in this order. nheads is a multiple of
             nheads_k.
-        cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total.
-        cu_seqlens_k: (batch + 1,), int32, the same for kv.
-        max_seqlen_q: length of the longest sequence of q, or more, as in `flash_attn_varlen_func`.
-        max_seqlen_k: the same for kv.
+        cu_seqlens_q: as in `flash_attn_varlen_func`; so are cu_seqlens_k, max_seqlen_q and
+            max_seqlen_k.
         dropout_p: as in `flash_attn_func`; so are the arguments after it.
 
     Returns:

@@ -131,11 +131,8 @@ def function_of(
 
     It is not Function's own, which in Python prepares calls under torch.func, and calls this one.
 
-    Args:
-        name: of the op.
-        setup: puts into the context what the backward needs; takes it, the arguments, the results.
-        backward: takes the context and the gradients of the results; returns those of `count`
-            tensors, and None for the key set and the arguments.
+    `setup` takes the context, the arguments and the results; `backward` the context and gradients
+    of the results, and returns those of `count` tensors, and None for key set and arguments.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -13,14 +13,9 @@ from ..schemas import BACKWARD, FORWARD, NAMESPACE, SUMS
 
 
 def load(path: Path) -> str:
-    """Loads the CUDA implementations.
+    """Loads the library with the CUDA implementations; returns "", or the reason why not.
 
-    Args:
-        path: the shared library.
-
-    Returns:
-        "" when loaded, otherwise the reason why not. Importing the package never fails for it:
-        CPU tensors and the command `info` still work.
+    Importing the package never fails for it: CPU tensors and the command `info` still work.
     """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
@@ -38,9 +33,7 @@ def load(path: Path) -> str:
 def register_missing(library: Any, reason: str) -> None:
     """Registers an error for each op that has no CUDA implementation.
 
-    Args:
-        library: where the ops are defined.
-        reason: why no library was loaded; "": the loaded library lacks the op.
+    `reason` says why no library was loaded; "": the loaded library lacks the op.
     """
     for name in (*FORWARD, *BACKWARD, *SUMS):
         if not has_kernel(name):

@@ -198,21 +198,16 @@ def attention_backward(
 
     Args:
         dout: the gradient of out, like it.
-        q: as in `attention`.
-        k: as in `attention`.
-        v: as in `attention`.
-        out: as `attention` returned it.
-        softmax_lse: as `attention` returned it.
+        q: as in `attention`; so are k, v, alibi_slopes and the options, of which split_size and
+            block_n change no bit.
+        out: as `attention` returned it; softmax_lse too.
         dlse: the gradient of softmax_lse, like it; None: 0.
-        alibi_slopes: as in `attention`.
-        **options: as in `attention`; split_size and block_n change no bit.
 
     Returns:
         dq, dk and dv, like q, k and v. Rows without a visible key, and keys that no row sees: 0.
 
     Raises:
-        DtypeError: as in `attention`.
-        ArgumentError: as in `attention`.
+        As `attention`.
     """
     batch = Batch(Walk.of(q, **options), q, k, v, alibi_slopes, list(range(q.shape[0])))
     dlse = torch.zeros_like(softmax_lse) if dlse is None else dlse
@@ -267,15 +262,9 @@ def varlen_attention_backward(
 
 
 def finish_key_sums(sums: KeyGradients, k: torch.Tensor, softmax_scale: float) -> KeyGradients:
-    """Turns the sums over all rows into dk and dv.
+    """Turns the sums over all rows, of `varlen_attention_backward`, into dk and dv like them.
 
-    Args:
-        sums: of dk without softmax_scale, and of dv: (keys, nheads_k, head_dim), for any keys.
-        k: (any tokens, nheads_k, head_dim), in the dtype of the gradients.
-        softmax_scale: as there.
-
-    Returns:
-        dk and dv, like the sums.
+    They may be for any keys; k has the dtype of the gradients.
     """
     return finish(Walk.of(k, softmax_scale), sums, k.dtype)
 
