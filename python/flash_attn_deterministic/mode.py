@@ -407,7 +407,7 @@ def _runs_later(what: str) -> ArgumentTypeError:
 
 
 def resolve(mode: Mode, split_size: int | None) -> Mode:
-    """Returns the mode of a call with a split_size of its own, or None; 0 where it has no effect."""
+    """Returns the mode of a call with this split_size (None: the mode's), 0 without effect."""
     if not mode.enabled:
         split_size = 0
     return mode if split_size is None else mode._replace(split_size=split_size)

@@ -62,8 +62,8 @@ def run(call: Call) -> Any:
         if C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
             return direct(*arguments)
         # As _AutoDispatchBelowAutograd does, whose object costs the host more than this.
-        C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, True)
         try:
+            C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, True)
             return direct(*arguments)
         finally:
             C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)

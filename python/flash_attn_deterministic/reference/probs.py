@@ -25,11 +25,40 @@ def signed_probs(
     close to what the kernels have, not bit for bit.
     """
     if lengths is None:
-        seqlen_q, seqlen_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
-        dense = q, k, softmax_lse, seqlen_q, seqlen_k
+        seqlens_q, seqlens_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
     else:
-        dense = _unpacked(q, k, softmax_lse, lengths)
-    return _signed_probs(*dense, alibi_slopes, rng_state, options)
+        q, k, softmax_lse, seqlens_q, seqlens_k = _unpacked(q, k, softmax_lse, lengths)
+    scale, window_left, window_right, softcap = options[1:5]
+    batch, seqlen_q, nheads, _ = q.shape
+    seqlen_k, nheads_k = k.shape[1:3]
+    device = q.device
+    keys = k.repeat_interleave(nheads // nheads_k, dim=2)
+    values = _products(q, keys) * scale
+    if softcap > 0:
+        values = torch.tanh(values / softcap) * softcap
+    row = torch.arange(seqlen_q, device=device)[:, None]
+    key = torch.arange(seqlen_k, device=device)
+    seqlens_q, seqlens_k = (x.reshape(-1, 1, 1, 1) for x in (seqlens_q, seqlens_k))
+    # Positive: the key comes after the query.
+    distance = key - row - (seqlens_k - seqlens_q)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.expand(batch, nheads)
+        values = values - slopes[:, :, None, None] * distance.abs()
+    visible = (row < seqlens_q) & (key < seqlens_k)
+    if window_right >= 0:
+        visible = visible & (distance <= window_right)
+    if window_left >= 0:
+        visible = visible & (distance >= -window_left)
+    probs = torch.where(visible, torch.exp(values - softmax_lse[..., None]), 0.0).to(q.dtype)
+    keep = keep_mask(
+        rng_state,
+        options.dropout_p,
+        torch.arange(batch, device=device),
+        torch.arange(nheads, device=device),
+        (0, seqlen_q),
+        (0, seqlen_k),
+    )
+    return torch.where(keep, probs, -probs)
 
 
 def _unpacked(
@@ -68,50 +97,6 @@ def _some(tokens: torch.Tensor) -> torch.Tensor:
 
 def _within(index: torch.Tensor, size: int) -> torch.Tensor:
     return index.long().clamp(0, max(size - 1, 0))
-
-
-def _signed_probs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    seqlens_q: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    rng_state: torch.Tensor,
-    options: Options,
-) -> torch.Tensor:
-    """Computes `signed_probs`; sequences end at seqlens, which are (batch,) or of no dimension."""
-    scale, window_left, window_right, softcap = options[1:5]
-    batch, seqlen_q, nheads, _ = q.shape
-    seqlen_k, nheads_k = k.shape[1:3]
-    device = q.device
-    keys = k.repeat_interleave(nheads // nheads_k, dim=2)
-    values = _products(q, keys) * scale
-    if softcap > 0:
-        values = torch.tanh(values / softcap) * softcap
-    row = torch.arange(seqlen_q, device=device)[:, None]
-    key = torch.arange(seqlen_k, device=device)
-    seqlens_q, seqlens_k = (x.reshape(-1, 1, 1, 1) for x in (seqlens_q, seqlens_k))
-    # Positive: the key comes after the query.
-    distance = key - row - (seqlens_k - seqlens_q)
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.expand(batch, nheads)
-        values = values - slopes[:, :, None, None] * distance.abs()
-    visible = (row < seqlens_q) & (key < seqlens_k)
-    if window_right >= 0:
-        visible = visible & (distance <= window_right)
-    if window_left >= 0:
-        visible = visible & (distance >= -window_left)
-    probs = torch.where(visible, torch.exp(values - softmax_lse[..., None]), 0.0).to(q.dtype)
-    keep = keep_mask(
-        rng_state,
-        options.dropout_p,
-        torch.arange(batch, device=device),
-        torch.arange(nheads, device=device),
-        (0, seqlen_q),
-        (0, seqlen_k),
-    )
-    return torch.where(keep, probs, -probs)
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
