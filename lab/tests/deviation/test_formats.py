@@ -52,7 +52,7 @@ def test_rounds_as_ml_dtypes(name: str, oracle: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
-def test_bit_operations_agree_with_native_conversions(name: str) -> None:
+def test_rounding_agrees_with_native_conversions(name: str) -> None:
     """p8 and p11 take the way of any p-bit significand, the named formats torch's conversion."""
     values = _spread()
     bits = {"bf16": "p8", "fp16": "p11", "tf32": "p11"}[name]
@@ -96,39 +96,6 @@ def test_rounding_twice_changes_nothing(name: str, value: float) -> None:
         assert torch.equal(number_format.round(once), once)
 
 
-@pytest.mark.parametrize("name", ["bf16:sr", "fp8_e4m3:sr", "p4:sr", "fp16:sr"])
-@pytest.mark.parametrize("value", [1.3, -1.3, 0.001, -3.7e-3, 2.0**-10 * 1.1])
-def test_stochastic_rounding_is_unbiased_and_takes_the_two_neighbours(
-    name: str, value: float
-) -> None:
-    number_format = parse_format(name)
-    generator = torch.Generator().manual_seed(3)
-    values = torch.full((40000,), value)
-    rounded = number_format.round(values, generator).double()
-    gap = float(number_format.ulp(torch.tensor([value])))
-    assert len(set(rounded.tolist())) <= 2
-    assert float((rounded - value).abs().max()) < gap
-    # Five standard errors of a mean of 40000 choices between two numbers.
-    assert abs(float(rounded.mean()) - float(values[0])) < 5 * gap / 2 / 200
-
-
-def test_stochastic_rounding_repeats_with_its_seed() -> None:
-    values = _spread()[:1000]
-    number_format = parse_format("bf16:sr")
-    first, again, other = (
-        number_format.round(values, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("name", ["bf16:sr", "fp16:sr", "p3:sr", "fp8_e5m2:sr"])
-def test_stochastic_rounding_leaves_numbers_of_the_format(name: str) -> None:
-    plain, stochastic = parse_format(name[:-3]), parse_format(name)
-    values = plain.round(torch.randn(1000, generator=torch.Generator().manual_seed(1)))
-    assert torch.equal(stochastic.round(values, torch.Generator().manual_seed(2)), values)
-
-
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_infinities_stay_or_become_nan(name: str) -> None:
     number_format = parse_format(name)
@@ -160,7 +127,7 @@ def test_ulp(name: str, value: float, gap: float) -> None:
     assert float(parse_format(name).ulp(torch.tensor([value], dtype=torch.float64))) == gap
 
 
-@pytest.mark.parametrize("name", ["", "fp12", "p1", "p54", "p", "bf16:", "bf16:rn", "BF16", "p08"])
+@pytest.mark.parametrize("name", ["", "fp12", "p1", "p54", "p", "bf16:sr", "BF16", "p08"])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match="format: expected one of"):
         parse_format(name)

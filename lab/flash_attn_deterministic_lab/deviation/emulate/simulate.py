@@ -24,18 +24,16 @@ _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
 
 def golden_attention(call: Call) -> torch.Tensor:
     """Computes softmax(q k^T * scale + bias) v in float64; rows without a key give 0."""
-    return _explicit(call.plain().to(torch.float64), rounder(None, None))
+    return _explicit(call.plain().to(torch.float64), rounder(None))
 
 
-def baseline_attention(
-    call: Call, number_format: NumberFormat, generator: torch.Generator | None = None
-) -> torch.Tensor:
+def baseline_attention(call: Call, number_format: NumberFormat) -> torch.Tensor:
     """Computes matmul, scaling, softmax and matmul, each with its result in the format.
 
     This is what explicit torch code does with tensors of the format: softmax works in float32
     inside, and rounds its result.
     """
-    return _explicit(call.plain(), rounder(number_format, generator))
+    return _explicit(call.plain(), rounder(number_format))
 
 
 def _explicit(call: Call, rounded: Round) -> torch.Tensor:
@@ -57,9 +55,7 @@ def _or_one(total: torch.Tensor) -> torch.Tensor:
     return torch.where(total == 0, 1.0, total)
 
 
-def tiled_attention(
-    call: Call, preset: Preset, steps: Steps, block_c: int, generator: torch.Generator | None = None
-) -> torch.Tensor:
+def tiled_attention(call: Call, preset: Preset, steps: Steps, block_c: int) -> torch.Tensor:
     """Computes tiled attention by a preset's algorithm.
 
     Rows do not touch each other: B_r, the rows of a tile, is no part of the arithmetic.
@@ -68,7 +64,7 @@ def tiled_attention(
     Tensors are float32 or float64.
     """
     call = call.plain()
-    rounded = {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
+    rounded = {name: rounder(steps.get(name)) for name in STEP_NAMES}
 
     def attend(rows: Call) -> torch.Tensor:
         if preset.algorithm == "renormalised":

@@ -36,11 +36,11 @@ LINES = "+".join(WITHIN_LINES)
 TILING = f"rescale+{LINES}"
 
 
-def rounder(number_format: NumberFormat | None, generator: torch.Generator | None) -> Round:
+def rounder(number_format: NumberFormat | None) -> Round:
     """Returns what rounds a step; the identity for None."""
     if number_format is None:
         return lambda values: values
-    return lambda values: number_format.round(values, generator)
+    return number_format.round
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Number formats, and rounding to them by bit operations on float32 and float64.
+"""Number formats, and rounding to them in float32 and float64.
 
 A format is its significand's bits, the exponent of its smallest normal number and its largest
 finite number. Values stay in a container, float32 or float64, that holds every value of the format.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,6 @@ from ...errors import ArgumentError
 
 _BITS = {torch.float32: 24, torch.float64: 53}
 _EMIN = {torch.float32: -126, torch.float64: -1022}
-_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class NumberFormat:
     emin: int | None = None  # exponent of the smallest normal number; None: that of the container
     largest: float | None = None  # the largest finite number; None: that of the container
     overflow: float = math.inf  # NaN for a format without infinities
-    # Up with the probability of the distance from below in gaps; else to nearest, ties to even.
-    stochastic: bool = False
 
     @property
     def container(self) -> torch.dtype:
@@ -39,15 +36,10 @@ class NumberFormat:
     @property
     def unit_roundoff(self) -> float:
         """Largest relative error of rounding a normal number."""
-        return 2.0 ** (1 - self.precision if self.stochastic else -self.precision)
+        return 2.0**-self.precision
 
-    def smallest_exponent(self) -> int:
-        return _EMIN[self.container] if self.emin is None else self.emin
-
-    def round(self, values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Rounds values, float32 or float64, any shape, to this format; the dtype stays.
-
-        NaN and infinities stay. A stochastic format takes its random bits from the generator.
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Rounds values, float32 or float64, any shape, to nearest even; the dtype stays.
 
         Raises:
             ArgumentError: values has a dtype that does not hold this format.
@@ -56,68 +48,29 @@ class NumberFormat:
             raise ArgumentError(
                 f"values: expected {self.container} or wider for {self.name}, got {values.dtype}"
             )
-        dtype = None if self.stochastic else DTYPES.get(self.name)
+        dtype = DTYPES.get(self.name)
         if dtype is values.dtype:
             return values
         # torch casts float64 to 16 bits by way of float32, which rounds twice.
         if dtype is not None and (values.dtype == torch.float32 or dtype == torch.float32):
             return values.to(dtype).to(values.dtype)
-        if not self.stochastic and self.precision == _BITS[values.dtype] and self.emin is None:
-            return values
-        rounded = self._bits_rounded(values, generator)
-        if self.emin is not None and self.emin > _EMIN[values.dtype]:
-            small = values.abs() < 2.0**self.emin
-            rounded = torch.where(small, self._fixed_rounded(values, generator), rounded)
+        gaps = self.ulp(values)  # powers of two: only `round` rounds
+        rounded = ((values.double() / gaps).round() * gaps).copysign(values)
         if self.largest is not None:
-            beyond = torch.full_like(values, self.overflow).copysign(values)
+            beyond = torch.full_like(rounded, self.overflow).copysign(values)
             rounded = torch.where(rounded.abs() > self.largest, beyond, rounded)
         special = values * math.nan if math.isnan(self.overflow) else values
-        return torch.where(values.isfinite(), rounded, special)
-
-    def _bits_rounded(
-        self, values: torch.Tensor, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        """Rounds the significand; numbers below emin are not yet what they should be."""
-        dropped = _BITS[values.dtype] - self.precision
-        if dropped == 0:
-            return values
-        bits = values.contiguous().view(_INTEGER[values.dtype])
-        if self.stochastic:
-            noise = torch.randint(
-                0, 1 << dropped, values.shape, generator=generator,
-                dtype=bits.dtype, device=values.device,
-            )  # fmt: skip
-            bits = noise.add_(bits)
-        else:
-            # Half a gap, less one where the kept part is even: ties go to even.
-            odd = (bits >> dropped).bitwise_and_(1)
-            bits = odd.add_(bits).add_((1 << (dropped - 1)) - 1)
-        # Sign and magnitude: a carry out of the significand moves the exponent up, as it should.
-        return bits.bitwise_and_(-1 << dropped).view(values.dtype)
-
-    def _fixed_rounded(
-        self, values: torch.Tensor, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        """Rounds to multiples of the smallest subnormal number."""
-        quantum = 2.0 ** (self.smallest_exponent() - self.precision + 1)
-        steps = values / quantum
-        if not self.stochastic:
-            return (steps.round() * quantum).copysign(values)
-        noise = torch.rand(
-            values.shape, generator=generator, dtype=values.dtype, device=values.device
-        )
-        # The magnitude goes up, so that a sign makes no difference.
-        return ((steps.abs() + noise).floor() * quantum).copysign(values)
+        return torch.where(values.isfinite(), rounded.to(values.dtype), special)
 
     def ulp(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the gap between this format's numbers at |values|, in float64."""
-        _, exponent = torch.frexp(values.double().abs())
-        lowest = self.smallest_exponent()
         # frexp's significand lies in [1/2, 1), so its exponent is one more.
-        exponent = torch.where(values == 0, lowest, (exponent - 1).clamp(min=lowest))
-        exponent = exponent - self.precision + 1
-        # The bits of 2**exponent; torch.ldexp goes through float32.
-        return ((exponent.long().clamp(min=-1022) + 1023) << 52).view(torch.float64)
+        exponent = torch.frexp(values.double()).exponent.long() - 1
+        lowest = _EMIN[self.container] if self.emin is None else self.emin
+        exponent = torch.where(values == 0, lowest, exponent.clamp(min=lowest))
+        # The bits of a power of two; torch.ldexp goes through float32.
+        power = (exponent - self.precision + 1).clamp(min=-1022)
+        return ((power + 1023) << 52).view(torch.float64)
 
 
 DTYPES = {
@@ -143,19 +96,17 @@ def parse_format(name: str) -> NumberFormat:
     """Returns the format of a name: those of FORMAT_NAMES, or pN.
 
     fp8_e4m3 is OCP's finite-only variant. pN has a significand of N bits, 2 to 53, and the
-    exponents of float32 (N up to 24) or float64. A trailing ":sr" rounds stochastically.
+    exponents of float32 (N up to 24) or float64.
 
     Raises:
         ArgumentError: there is no such format.
     """
-    base, _, rounding = name.partition(":")
-    found = _FORMATS.get(base)
-    match = re.fullmatch(r"p([1-9]\d?)", base)
+    found = _FORMATS.get(name)
+    match = re.fullmatch(r"p([1-9]\d?)", name)
     if match and 2 <= int(match[1]) <= 53:
-        found = NumberFormat(base, int(match[1]))
-    if found is None or rounding not in ("", "sr") or name.endswith(":"):
+        found = NumberFormat(name, int(match[1]))
+    if found is None:
         raise ArgumentError(
-            f"format: expected one of {', '.join(FORMAT_NAMES)} or p2 to p53, with :sr for "
-            f"stochastic rounding, got {name!r}"
+            f"format: expected one of {', '.join(FORMAT_NAMES)} or p2 to p53, got {name!r}"
         )
-    return replace(found, name=name, stochastic=True) if rounding else found
+    return found
