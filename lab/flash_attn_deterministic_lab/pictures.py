@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +14,12 @@ from typing import Any
 
 from .shared.files import write_files
 
-# Okabe and Ito's colours: told apart by most people, and in grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+# Okabe and Ito's colours, which most people tell apart, also in grey, and six of Tol's: each series
+# has a colour and a marker of its own.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31",
+           "#882255", "#999933", "#44AA99", "#332288", "#DDAA33", "#BBBBBB")  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8")
+_TALLEST = 9.6  # inches: 920 pixels of an SVG file
 
 Values = Sequence[float | None]  # of all draws
 
@@ -103,8 +107,8 @@ class Line:
 
     label: str
     points: Sequence[tuple[float, Values]]
-    colour: int  # from 8 on lines are dashed and markers hollow
-    style: str = ""  # "": by the colour
+    colour: int  # a place in COLOURS
+    style: str = "-"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class LinePanels:
     ticks: Mapping[float, str] | Iterable[float] = ()  # of the x axes; none: matplotlib's
     levels: Iterable[float] = ()  # at which horizontal lines are drawn
     sharey: bool = True  # whether panels have one range of y
+    decades: int = 20  # of the y axis, at most
 
     def draw(self, pyplot: Any) -> Any:
         figure, grid = _grid(pyplot, list(self.shown), 3.4, self.sharey)
@@ -126,12 +131,17 @@ class LinePanels:
             axes.set_yscale("log")
             axes.set_xlabel(self.labels[0])
             for each in lines:
-                _line(axes, each)
+                if each.points:
+                    _line(axes, each)
             for level in self.levels:
                 axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
             if named:
                 axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
                 axes.xaxis.minorticks_off()
+        for axes in grid.flat:
+            # Rounding far below what is of interest would take most of the axis.
+            low, top = axes.get_ylim()
+            axes.set_ylim(bottom=max(low, top * 10.0**-self.decades))
         for row in grid:
             row[0].set_ylabel(self.labels[1])
         _legend_below(figure, grid)
@@ -140,21 +150,17 @@ class LinePanels:
 
 def _line(axes: Any, line: Line) -> None:
     found = [(x, _there(values)) for x, values in sorted(line.points, key=lambda point: point[0])]
-    # A logarithmic axis has no place for 0: the panel says what it can't show.
+    # A logarithmic axis has no place for 0: the legend says what it can't show.
     left_out = sum(value <= 0 for _, values in found for value in values)
-    colour, marker = COLOURS[line.colour % 8], MARKERS[line.colour % 8]
-    if left_out:
-        total = sum(len(values) for _, values in found)
-        text = f"{line.label}: {left_out} of {total} are 0 or less"
-        axes.text(0.01, 0.01 + 0.05 * len(axes.texts), text, color=colour, fontsize=6,
-                  transform=axes.transAxes)  # fmt: skip
+    total = sum(len(values) for _, values in found)
+    label = f"{line.label} ({left_out} of {total} are 0)" if left_out else line.label
+    colour, marker = COLOURS[line.colour], MARKERS[line.colour]
     found = [(x, values) for x, values in found if values and statistics.median(values) > 0]
     xs = [x for x, _ in found]
-    style = line.style or ("-" if line.colour < 8 else "--")
     axes.plot(
-        xs, [statistics.median(values) for _, values in found], style,
-        color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=line.label,
-        markerfacecolor=colour if style == "-" else "white",
+        xs, [statistics.median(values) for _, values in found], line.style,
+        color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=label,
+        markerfacecolor=colour if line.style == "-" else "white",
     )  # fmt: skip
     least = [min(value for value in values if value > 0) for _, values in found]
     most = [max(values) for _, values in found]
@@ -167,18 +173,22 @@ def _grid(
     """Panels with titles, in rows of two or three."""
     columns = 2 if len(titles) in (2, 4) else min(3, len(titles))
     rows = -(-len(titles) // columns)
-    width = 6.4 if columns == 1 else 4.1 * columns
+    size = (6.4 if columns == 1 else 4.1 * columns, min(rows * height, _TALLEST))
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=(width, rows * height), sharex=True, sharey=sharey, squeeze=False
+        rows, columns, figsize=size, sharex=True, sharey=sharey, squeeze=False
     )
-    for axes, title in zip(grid.flat, titles, strict=False):
-        axes.set_title(title)
+    for axes, title in itertools.zip_longest(grid.flat, titles):
+        axes.set_visible(title is not None)
+        axes.set_title(title or "")
+        axes.tick_params(labelbottom=True)
     return figure, grid
 
 
 def _legend_below(figure: Any, grid: Any) -> None:
     """One legend for all panels, under them."""
-    handles, labels = grid[0][0].get_legend_handles_labels()
+    found = {label: handle for axes in grid.flat
+             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    labels, handles = list(found), list(found.values())
     columns = 3 if len(grid[0]) < 3 else 5
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
@@ -210,6 +220,7 @@ class DotPanels:
             axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
             if self.scale != "log":
                 axes.axvline(0, color="#333333", linewidth=0.8)
+                axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
         _legend_below(figure, grid)
         return figure
 
@@ -218,19 +229,17 @@ def _dots(
     axes: Any, rows: Sequence[str], values: Mapping[str, Values], number: int, label: str,
     offset: float,
 ) -> None:  # fmt: skip
-    colour, marker = COLOURS[number % 8], MARKERS[number % 8]
-    face = colour if number < 8 else "white"
+    colour, marker = COLOURS[number], MARKERS[number]
     for place, row in enumerate(rows):
         found = _there(values.get(row, ()))
         if not found or (axes.get_xscale() == "log" and min(found) <= 0):
             text = "0" if found else "overflow" if row in values else ""
-            axes.text(0.01, place + offset, text, color=colour, fontsize=7, va="center",
+            axes.text(1.01, place + offset, text, color=colour, fontsize=6, va="center",
                       transform=axes.get_yaxis_transform())  # fmt: skip
             continue
         axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
-        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
-                  markerfacecolor=face)  # fmt: skip
-    axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)
+        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5)
+    axes.plot([], [], marker, color=colour, label=label)
 
 
 Panels = LinePanels | DotPanels
@@ -252,15 +261,15 @@ def bars(groups: Mapping[str, Mapping[str, float]], title: str, first: str) -> s
     pyplot = load_pyplot()
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     others = [name for name in names if name != first]
-    colours = {name: COLOURS[place % 8] for place, name in enumerate(others)} | {first: "#222222"}
+    colours = {name: COLOURS[place] for place, name in enumerate(others)} | {first: "#222222"}
     count = sum(len(group) + 1 for group in groups.values())
-    figure, axes = pyplot.subplots(figsize=(8.2, 0.7 + 0.19 * count))
+    figure, axes = pyplot.subplots(figsize=(8.2, min(0.7 + 0.19 * count, _TALLEST)))
     place, ticks = 0.0, []
     for group in groups.values():
         ticks.append(place + (len(group) - 1) / 2)
         for name, value in group.items():
             axes.barh(place, value - 1, left=1, height=0.8, color=colours[name])
-            axes.text(value, place, f" {value:.2f} ", va="center", fontsize=7,
+            axes.text(value, place, f" {value:.2f} ", va="center", fontsize=7 if count < 48 else 6,
                       ha="left" if value >= 1 else "right")  # fmt: skip
             place += 1
         place += 1

@@ -47,9 +47,11 @@ def add_command(commands: _Parsers) -> None:
             "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
     _device(training, "cpu")
     _option(training, "--steps", 100, "optimizer steps")
-    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
+    _option(training, "--seeds", tuple(range(16)), "paired seeds: numbers, or FIRST-LAST",
+            type=_numbers)  # fmt: skip
     _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
-    _option(training, "--base", "", "attention of the base run")
+    _option(training, "--base", "explicit", "attention of the base run")
+    _option(training, "--jobs", 1, "processes, which train a seed each")
     _option(training, "--seconds", None, "start no run that would end later", type=float)
 
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
@@ -132,11 +134,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    first, _, last = text.partition("-")
     try:
+        if last:
+            return tuple(range(int(first), int(last) + 1))
         return tuple(int(part) for part in _names(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"expected whole numbers with commas, got {text!r}"
+            f"expected whole numbers with commas, or FIRST-LAST, got {text!r}"
         ) from error
 
 
@@ -247,7 +252,7 @@ def _training(arguments: argparse.Namespace) -> None:
         arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
         arguments.base,
     )  # fmt: skip
-    value = run_training(plan, arguments.out, arguments.seconds)
+    value = run_training(plan, arguments.out, arguments.seconds, arguments.jobs)
     print(printed(value))
 
 

@@ -25,6 +25,7 @@ from flash_attn_deterministic_lab.deviation.report.judging import (
     decide,
     emulated,
     evidence_of,
+    study_of,
 )
 
 
@@ -195,13 +196,70 @@ def test_other_bits_are_noise() -> None:
     assert _verdict("noise", _kernels(run_to_run=[point])) == NOT_REPRODUCED
 
 
+def _training(**scales: float) -> Evidence:
+    """Five seeds whose distances grow with the square root of the steps, to so many hundredths."""
+    steps, against = [0, 1, 4, 16, 64], {"base": "", "fp16": "fp32", "fp16-kernel": "fp16"}
+    scales = {"base": 0.0, "repeat": 0.0, "kernel": 1.0, "nudge-1": 1.0, "nudge-2": 1.1,
+              "init": 50.0, "fp32": 1.0, "fp16": 3.0, "fp16-kernel": 1.0} | scales  # fmt: skip
+    seeds: dict[str, Any] = {str(seed): {} for seed in range(5)}
+    for number, histories in enumerate(seeds.values()):
+        for name, scale in scales.items():
+            distances = [scale * (1 + number / 50) * 1e-2 * step**0.5 for step in steps]
+            of_all = dict.fromkeys(("max_difference", "wasserstein", "l2", "function"), distances)
+            histories[name] = {"steps": steps, "probe": 0.2, **of_all}
+    runs = {name: {"against": against.get(name, "base"), "attention": name} for name in scales}
+    return {TRAINING: {"runs": runs, "seeds": seeds, "configuration": {}}}
+
+
 @pytest.mark.parametrize(
-    ("last", "expected"), [(0.0, REPRODUCED), (1e-9, NOT_REPRODUCED), (None, UNDECIDED)]
+    ("key", "scales", "expected"),
+    [
+        ("repeat", {}, REPRODUCED),
+        ("repeat", {"repeat": 1e-7}, NOT_REPRODUCED),
+        ("init", {}, REPRODUCED),
+        ("init", {"init": 1.0}, NOT_REPRODUCED),
+        ("grows", {}, REPRODUCED),
+        ("low-precision", {}, REPRODUCED),
+        ("low-precision", {"fp16": 10.0}, NOT_REPRODUCED),
+        ("low-precision", {"fp16": 0.5}, NOT_REPRODUCED),
+        ("steeper", {}, REPRODUCED),
+        ("steeper", {"fp16": 0.5}, NOT_REPRODUCED),
+        ("null", {}, REPRODUCED),
+        ("null", {"kernel": 10.0}, CONDITIONAL),  # farther, not steeper
+        ("loss", {}, REPRODUCED),
+        ("language-loss", {}, NOT_TESTED),
+    ],
 )
-def test_a_repeat_is_equal_or_not(last: float | None, expected: str) -> None:
-    histories = {"base": {}, "repeat": {"max_difference": [0.0, last]}}
-    runs = {"base": {"against": ""}, "repeat": {"against": "base"}}
-    assert _verdict("repeat", {TRAINING: {"runs": runs, "seeds": {"0": histories}}}) == expected
+def test_claims_on_trainings(key: str, scales: dict[str, float], expected: str) -> None:
+    assert _verdict(key, _training(**scales)) == expected
+
+
+def test_a_language_model_has_verdicts_of_its_own() -> None:
+    value = {**_training()[TRAINING], "kind": "training",
+             "configuration": {"workload": "language-small"}}  # fmt: skip
+    evidence = evidence_of({study_of(value): value})
+    assert _verdict("language-low-precision", evidence) == REPRODUCED
+    assert _verdict("low-precision", evidence) == NOT_TESTED
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.2, REPRODUCED), (0.206, NOT_REPRODUCED), (None, UNDECIDED)]
+)
+def test_a_changed_loss_is_a_share_of_it(loss: float | None, expected: str) -> None:
+    evidence = _training()
+    for histories in evidence[TRAINING]["seeds"].values():
+        for name in ("kernel", "nudge-1", "nudge-2", "init", "fp32", "repeat"):
+            histories[name]["probe"] = loss
+    assert _verdict("loss", evidence) == expected
+
+
+@pytest.mark.parametrize(("key", "wanted"), [("swapped", 1.5), ("square", 1.0)])
+def test_blocks_of_other_dimensions(key: str, wanted: float) -> None:
+    figure = {"swapped": "6a", "square": "6b"}[key]
+    for factor in (1.5, 1.0, 0.5):
+        points: Points = [(Cell(block_c=128), _result(1)), (Cell(), _result(1, 1, factor))]
+        expected = REPRODUCED if factor == wanted else NOT_REPRODUCED
+        assert _verdict(key, _forward(figure, points)) == expected
 
 
 LINES_NAME, MOVED, CURED = "torch-lines", "torch-lines-shifted", "kernel+residual"

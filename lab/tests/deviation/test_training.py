@@ -87,20 +87,22 @@ def base() -> States:
 def test_a_repeat_is_exact_and_every_difference_is_seen(base: States) -> None:
     history, _, _ = train(SETUP, run_of("repeat"), 0, base, keep=False)
     assert all(value == 0 for name in MEASURES for value in history[name])
-    names = ("nudge", "init", "data", "fp32", "fp16", "pure_bf16", "sdpa", "paper", "kernel",
+    names = ("nudge-1", "init", "data", "fp32", "fp16", "pure_bf16", "sdpa", "paper", "kernel",
              "explicit:p5")  # fmt: skip
     for name in names:
         history, _, _ = train(SETUP, run_of(name), 0, base, keep=False)
         assert history["l2"][-1] > 0, name
-        starts_apart = name in ("init", "nudge", "pure_bf16")
+        starts_apart = name in ("init", "nudge-1", "pure_bf16")
         assert (history["l2"][0] > 0) == starts_apart, name
         assert math.isfinite(history["probe"])
 
 
-def test_a_nudge_is_one_gap_of_one_weight(base: States) -> None:
-    history, _, _ = train(replace(SETUP, steps=1), run_of("nudge"), 0, base, keep=False)
-    weights = base[0].weights[0].flatten()
-    gap = float(torch.nextafter(weights[0], torch.tensor(math.inf)) - weights[0])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_nudge_is_one_gap_of_one_weight(base: States, number: int) -> None:
+    run = run_of(f"nudge-{number}")
+    history, _, _ = train(replace(SETUP, steps=1), run, 0, base, keep=False)
+    weight = base[0].weights[0].flatten()[number - 1].bfloat16()
+    gap = float(torch.nextafter(weight.abs(), torch.tensor(math.inf).bfloat16()) - weight.abs())
     assert history["max_difference"][0] * len(base[0].weights) == pytest.approx(gap)
 
 
@@ -123,15 +125,16 @@ def test_distances_of_known_weights() -> None:
     }  # fmt: skip
 
 
-PLAN = TrainingPlan(SETUP, ("repeat", "sdpa", "fp16"), (0, 1))
+PLAN = TrainingPlan(SETUP, ("repeat", "sdpa", "fp16-sdpa"), (0, 1))
 
 
 def test_a_study_pairs_seeds_and_keeps_the_first_model(tmp_path: Path) -> None:
     value = run_training(PLAN, tmp_path)
     assert list(value["seeds"]) == ["0", "1"]
-    # fp16 is compared with fp32, which was not asked for.
-    assert set(value["seeds"]["0"]) == {"base", "repeat", "sdpa", "fp32", "fp16"}
-    assert value["runs"]["fp16"]["against"] == "fp32"
+    # Its flash in FP16 is compared with fp16, which was not asked for, and that with fp32.
+    assert set(value["seeds"]["0"]) == {"base", "repeat", "sdpa", "fp32", "fp16", "fp16-sdpa"}
+    assert value["runs"]["fp16-sdpa"]["against"] == "fp16"
+    assert value["seeds"]["0"]["fp16-sdpa"]["l2"][-1] > 0
     assert (tmp_path / "base.pt").exists()
     read = read_result(tmp_path, "training")
     assert read["seeds"].keys() == value["seeds"].keys()
@@ -140,10 +143,31 @@ def test_a_study_pairs_seeds_and_keeps_the_first_model(tmp_path: Path) -> None:
     assert "6 steps each" in text
 
 
-def test_five_paired_seeds_are_the_default() -> None:
+def test_sixteen_paired_seeds_are_the_default() -> None:
     plan = plan_of("drawings-tiny", "cpu", 3)
-    assert plan.seeds == (0, 1, 2, 3, 4)
-    assert {"repeat", "nudge", "init", "data", "fp16"} <= {run.name for run in plan.ordered()}
+    assert plan.seeds == tuple(range(16))
+    assert {"repeat", "nudge-3", "init", "fp16-kernel"} <= {run.name for run in plan.ordered()}
+
+
+def test_jobs_train_the_same(tmp_path: Path) -> None:
+    plan = replace(PLAN, runs=("repeat",))
+    for jobs in (1, 2):
+        run_training(plan, tmp_path / str(jobs), jobs=jobs)
+    one, two = (read_result(tmp_path / jobs, "training")["seeds"] for jobs in ("1", "2"))
+    assert one == two
+    with pytest.raises(ArgumentError, match="jobs: expected at least 1, got 0"):
+        run_training(plan, tmp_path, jobs=0)
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    language = Language(replace(LANGUAGE_SIZES["tiny"], batch=4096, context=8))
+    end = len(corpus()) - len(corpus()) // 16
+    with pytest.MonkeyPatch.context() as patch:
+        places = torch.arange(len(corpus()))
+        patch.setattr("flash_attn_deterministic_lab.deviation.training.language.corpus",
+                      lambda: places)  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        assert language.batch(generator).max() < end <= language.held_out(generator).min()
 
 
 def test_torch_is_asked_for_algorithms_that_repeat(

@@ -129,6 +129,24 @@ def _sweep(plan: Plan, cells: Callable[[Cell], Iterable[Cell]]) -> list[Cell]:
     ]
 
 
+def _swapped(plan: Plan) -> list[Cell]:
+    """Tiles of B_c = M/4d keys and B_r = min(M/4d, d) rows, each before the same with both swapped.
+
+    Rows of a tile do not touch each other: keys are all that the arithmetic sees.
+    """
+    sizes = (2, 8) if plan.quick else (2, 4, 8)
+    keys = [factor * plan.head_dim for factor in sizes if factor * plan.head_dim <= plan.seqlen]
+    pairs = [n for size in keys for n in (size, plan.head_dim)]
+    return _sweep(plan, lambda cell: [replace(cell, block_c=n) for n in pairs])
+
+
+def _square(plan: Plan) -> list[Cell]:
+    """Square tiles, each before one of the same area with four times as many keys as rows."""
+    sides = (16, 64) if plan.quick else (8, 16, 32, 64, 128, 256)
+    pairs = [n for side in sides if 2 * side <= plan.seqlen for n in (side, 2 * side)]
+    return _sweep(plan, lambda cell: [replace(cell, block_c=n) for n in pairs])
+
+
 def _larger(plan: Plan) -> list[Cell]:
     sizes = (16, 64, 256) if plan.quick else (8, 16, 32, 64, 128, 256, 512)
     fitting = [size for size in sizes if size <= plan.seqlen]
@@ -161,6 +179,8 @@ FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
     "3": _formats,
     "4": _golden,
     "5": _lengths,
+    "6a": _swapped,
+    "6b": _square,
     "6c": _larger,
     "ablation": _ablation,
     "backward": _backward,

@@ -132,6 +132,19 @@ def mean_interval(values: Sequence[float | None]) -> Interval:
     return Interval(mean - half, mean, mean + half)
 
 
+def geometric_interval(values: Sequence[float | None]) -> Interval:
+    """Returns the geometric mean of positive numbers, with Student's interval of their logarithms.
+
+    Distances are skewed, and an interval of them would reach below 0.
+    """
+    if values and all(value == 0 for value in values):
+        return Interval(0.0, 0.0, 0.0)
+    if any(value is not None and value <= 0 for value in values):
+        return Interval(math.nan, math.nan, math.nan)
+    logs = mean_interval([None if value is None else math.log(value) for value in values])
+    return Interval(*map(math.exp, logs.listed()))
+
+
 def _complete(values: Sequence[float | None]) -> torch.Tensor:
     """Returns the values, or one NaN where not all are there."""
     there = finite(values)

@@ -1,16 +1,14 @@
-"""Every claim, in the order of the report; those about trainings are here."""
+"""Every claim, in the order of the report; those about the published training failure are here."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from ..numbers.intervals import Interval
-from ..training.training_study import by_seed
 from .forward_claims import FORWARD_CLAIMS, NEWER, OURS
-from .judging import SINKS, TRAINING, Case, Claim, Evidence, Outcome, Range, range_text
+from .judging import SINKS, Case, Claim, Evidence, Outcome, Range, range_text
 from .kernel_claims import KERNEL_CLAIMS
+from .training_claims import TRAINING_CLAIMS
 
 # Of gradients on rows made for the failure (`training.sinks`).
 COMMON = (0.5, 1.0)  # share of the squared error that is the same in every batch
@@ -34,21 +32,6 @@ def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Range]) ->
     return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, cases, figures)
 
 
-def _repeat(training: dict[str, Any]) -> Iterator[Case]:
-    histories = by_seed(training, "repeat").values()
-    if histories:
-        # Bits are equal or not: the largest difference says it, and no interval.
-        steps = [math.nan if x is None else x for h in histories for x in h["max_difference"]]
-        worst = math.nan if any(map(math.isnan, steps)) else max(steps)
-        yield Case(f"{len(histories)} seeds", Interval(worst, worst, worst), 0, 0)
-
-
-_REPEAT = Claim(
-    "repeat", OURS,
-    "A repeated training gives the same weights (control).",
-    "Every weight difference at every step is 0.",
-    TRAINING, _repeat, ("fig7",),
-)  # fmt: skip
 FAILURE_CLAIMS: tuple[Claim, ...] = (
     _claim(
         "failure-lines", NEWER,
@@ -77,7 +60,7 @@ FAILURE_CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-CLAIMS: tuple[Claim, ...] = (*FORWARD_CLAIMS, *KERNEL_CLAIMS, _REPEAT, *FAILURE_CLAIMS)
+CLAIMS: tuple[Claim, ...] = (*FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, *FAILURE_CLAIMS)
 
 
 def judge_all(evidence: Evidence, quick: Collection[str] = ()) -> list[tuple[Claim, Outcome]]:

@@ -21,6 +21,7 @@ OURS = "this project"
 TENFOLD = (5.0, 20.0)  # "roughly an order of magnitude"
 MORE = (1.1, float("inf"))  # more than the other by more than a tenth
 GROWS = (1.5, float("inf"))  # from the shortest to the longest, or from early to late
+SAME = (0.8, 1.25)  # "no significant effect"
 FALLS = (0.0, 0.8)  # from the smallest block to the largest
 D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that with D from the exact O
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O
@@ -80,6 +81,19 @@ def _difference(above: Point, below: Point, metric: str = "max") -> Interval:
 
 def _where(cell: Cell) -> str:
     return f"{cell.format.upper()}, {title(cell.inputs)}"
+
+
+def _paired(label: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+    """The second of each pair of cells over the first, in the two 16-bit formats of kernels."""
+
+    def cases(points: Points) -> Iterator[Case]:
+        for first, second in zip(points[::2], points[1::2], strict=True):
+            if first[0].format in FOUR_FORMATS[:2]:
+                keys = f"{first[0].block_c} to {second[0].block_c} keys per block"
+                name = f"{label}, {_where(first[0])}, {keys}"
+                yield Case(name, _difference(second, first), *wanted, "x")
+
+    return cases
 
 
 def _larger(points: Points) -> Iterator[Case]:
@@ -158,6 +172,20 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
         emulated("5"), _growth("mean", "std"), ("fig5b",),
+    ),
+    Claim(
+        "swapped", f"{PAPER}, Fig. 6a",
+        "Swapping the dimensions of a block makes the difference from baseline larger.",
+        "max |flash - baseline|, swapped (B_c = d, B_r = M/4d) over the paper's (B_c = M/4d, "
+        f"B_r = d; M/4d > d), BF16 and FP16: {range_text(*MORE)}.",
+        emulated("6a"), _paired("swapped", MORE), ("fig6a",),
+    ),
+    Claim(
+        "square", f"{PAPER}, Fig. 6b",
+        "Whether a block is square has no effect on the difference from baseline.",
+        "max |flash - baseline|, four times as many keys as rows over square blocks of equal area, "
+        f"BF16 and FP16: {range_text(*SAME)}.",
+        emulated("6b"), _paired("wide", SAME), ("fig6b",),
     ),
     Claim(
         "larger", f"{PAPER}, Fig. 6c",

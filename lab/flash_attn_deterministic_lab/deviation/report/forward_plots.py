@@ -22,6 +22,13 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
         "fig5a": ("5", _lengths_max),
         "fig5b": ("5", _lengths_mean),
         "fig5-ratio": ("5", _ratio),
+        "fig6a": ("6a", functools.partial(
+            _swept, lambda cell: cell.block_c, "M/4d, keys of the larger dimension",
+            ("", "swapped")
+        )),
+        "fig6b": ("6b", functools.partial(
+            _swept, lambda cell: cell.block_c**2, "area of a block, B_r B_c", ("square", "wide")
+        )),
         "fig6c": ("6c", functools.partial(
             _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
         )),
@@ -51,7 +58,7 @@ def _golden(points: Points) -> DotPanels:
     columns = {
         f"preset {preset}": [
             (f"{name.upper()} {kind}", {
-                title(cell.inputs): result[kind]["max"]
+                title(cell.inputs): _in_roundoffs((cell, result), kind)
                 for cell, result in select(points, preset=preset, format=name)
             })
             for name in FOUR_FORMATS
@@ -61,7 +68,7 @@ def _golden(points: Points) -> DotPanels:
         for preset in presets_of(points)
     }  # fmt: skip
     rows = [title(name) for name in inputs_of(points)]
-    return DotPanels(columns, rows, "max |output - FP64|")
+    return DotPanels(columns, rows, "max |output - FP64| / unit roundoff")
 
 
 def _main(points: Points) -> Points:
@@ -71,34 +78,30 @@ def _main(points: Points) -> Points:
 def _by_length(points: Points, preset: str, inputs: str, metric: str, number: int) -> Line:
     here = select(points, preset=preset, inputs=inputs)
     values = [(cell.seqlen, result["difference"][metric]) for cell, result in here]
-    label = {"max_relative": f"{preset}, over max |O|"}.get(metric, f"preset {preset}")
-    return Line(label, values, number)
+    return Line(f"preset {preset}", values, number)
 
 
 def _lengths_max(points: Points) -> LinePanels:
-    shown, first = _main(points), presets_of(points)[0]
-    columns = {
-        f"inputs: {title(inputs)}": [
-            *(_by_length(shown, preset, inputs, "max", number)
-              for number, preset in enumerate(presets_of(shown))),
-            _by_length(shown, first, inputs, "max_relative", 8),
-        ]
-        for inputs in inputs_of(shown)
-    }  # fmt: skip
-    return _over_lengths(points, columns, "max |flash - baseline|, BF16")
+    return _lengths(points, "max |flash - baseline|, BF16",
+                    {"max": "absolute", "max_relative": "over max |O|"})  # fmt: skip
 
 
 def _lengths_mean(points: Points) -> LinePanels:
+    return _lengths(points, "flash - baseline, BF16",
+                    {"mean": "mean of absolute values", "std": "standard deviation"})  # fmt: skip
+
+
+def _lengths(points: Points, label: str, metrics: dict[str, str]) -> LinePanels:
     shown = _main(points)
     columns = {
-        f"{label}, inputs: {title(inputs)}": [
+        f"{words}, inputs: {title(inputs)}": [
             _by_length(shown, preset, inputs, metric, number)
             for number, preset in enumerate(presets_of(shown))
         ]
-        for metric, label in (("mean", "mean of absolute values"), ("std", "standard deviation"))
+        for metric, words in metrics.items()
         for inputs in inputs_of(shown)
     }
-    return _over_lengths(points, columns, "flash - baseline, BF16")
+    return _over_lengths(points, columns, label)
 
 
 def _ratio(points: Points) -> LinePanels:
@@ -126,29 +129,32 @@ def _over_lengths(
 def _swept(
     x_of: Callable[[Cell], float], label: str, names: tuple[str, ...], points: Points
 ) -> LinePanels:
-    """A column per distribution and a line per format and case; x from the first case's cells."""
+    """A column per distribution and a line per case of BF16 and FP16; x from the first case."""
+    formats = FOUR_FORMATS if len(names) == 1 else FOUR_FORMATS[:2]
     cases = {name: points[number :: len(names)] for number, name in enumerate(names)}
     xs = [x_of(cell) for cell, _ in cases[names[0]]]
     columns = {
         f"inputs: {title(inputs)}": [
-            Line(f"{name.upper()} {case}", [
-                (x, _in_roundoffs(point))
+            Line(f"{name.upper()} {case}".strip(), [
+                (x, _in_roundoffs(point, "difference"))
                 for x, point in zip(xs, group, strict=True)
                 if (point[0].inputs, point[0].format) == (inputs, name)
-            ], number, style)
-            for number, name in enumerate(FOUR_FORMATS)
-            for (case, group), style in zip(cases.items(), ("-", "--", ":"), strict=False)
+            ], len(names) * number + place, style)
+            for number, name in enumerate(formats)
+            for place, ((case, group), style) in enumerate(
+                zip(cases.items(), ("-", "--"), strict=False)
+            )
         ]
         for inputs in inputs_of(points)
     }  # fmt: skip
     return LinePanels(columns, (label, "max |flash - baseline| / unit roundoff"), xs)
 
 
-def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
-    """The largest difference in unit roundoffs: four formats on one scale."""
+def _in_roundoffs(point: tuple[Cell, Result], pair: str) -> list[float | None]:
+    """The largest deviation in unit roundoffs: four formats on one scale."""
     cell, result = point
     unit = parse_format(cell.format).unit_roundoff
-    return [None if value is None else value / unit for value in result["difference"]["max"]]
+    return [None if value is None else value / unit for value in result[pair]["max"]]
 
 
 def _ablation(points: Points) -> DotPanels:

@@ -63,9 +63,16 @@ class Outcome:
 
 
 Evidence = dict[str, Any]  # by the name of a study, as claims name them
-KERNELS, ON_GPU, TRAINING, SINKS = (
-    "real kernels", "real kernels on a GPU", "training", "gradients on the workload sinks",
+KERNELS, ON_GPU, SINKS = (
+    "real kernels", "real kernels on a GPU", "gradients on the workload sinks"
 )  # fmt: skip
+TRAINING, LANGUAGE = "training", "training of a language model"
+
+
+def study_of(value: Mapping[str, Any]) -> str:
+    """Returns the name of a study by its result: there are trainings of two kinds."""
+    workload = str(value["configuration"].get("workload", ""))
+    return LANGUAGE if workload.startswith("language") else str(value["kind"])
 
 
 def emulated(figure: str) -> str:
@@ -81,13 +88,12 @@ def is_quick(configuration: Mapping[str, Any]) -> bool:
 
 
 def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
-    """Returns what claims are judged by, from what studies wrote, by their kinds."""
+    """Returns what claims are judged by, from what studies wrote, by `study_of`."""
     evidence: Evidence = {}
     if "forward" in results:
         for figure, points in forward_points(results["forward"]).items():
             evidence[emulated(figure)] = points
-    if "training" in results:
-        evidence[TRAINING] = results["training"]
+    evidence |= {name: results[name] for name in (TRAINING, LANGUAGE) if name in results}
     if "kernels" in results:
         evidence[KERNELS] = results["kernels"]
         if results["kernels"]["configuration"]["device"] == "cuda":

@@ -17,7 +17,7 @@ from ..study.files import read_result, write_text
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS, judge_all
 from .forward_plots import forward_plots
-from .judging import MARKS, Claim, Outcome, evidence_of, is_quick
+from .judging import MARKS, Claim, Outcome, evidence_of, is_quick, study_of
 from .names import title
 from .study_plots import MEASURES, gradient_plots, kernel_plots, training_plots
 
@@ -31,15 +31,19 @@ CAPTIONS = {
     "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
     "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
     "fig5-ratio": "Flash's largest deviation over baseline's, BF16. Dotted: ten times.",
+    "fig6a": "Fig. 6a. Blocks with M/4d keys, and with both dimensions swapped, over M/4d.",
+    "fig6b": "Fig. 6b. Square blocks, and blocks of equal area with four times as many keys as "
+    "rows, over the area.",
     "fig6c": "Fig. 6c. Keys per block.",
     "ablation": "Which step's rounding matters, preset paper.",
     "backward": "Gradients of emulated kernels by what D = rowsum(dO * O) is formed from.",
     "kernels-forward": "Real kernels: largest deviation from FP64.",
     "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
-    "fig7": "Fig. 7. Distance of weights from the base run over training, less that at "
-    "step 0. Median of the seeds, band from the least to the largest.",
-    "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, less that at "
-    "step 0.",
+    "fig7": "Fig. 7. Distance of weights from the base run over training. Median of the seeds, "
+    "band from the least to the largest.",
+    "fig8": "Fig. 8. The same of trainings in FP16: from FP32, and of flash from explicit "
+    "attention.",
+    "loss": "Held-out loss of each attention over that of base: median, least and largest seed.",
     "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
     "systematic": "Share of these errors that batches have in common.",
     "outputs": "Relative error of the output of each call of attention on the same tensors.",
@@ -78,7 +82,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     plots: dict[str, Path] = {}
     for folder in folders:
         value, drawn = read_study(folder)
-        kind = value["kind"]
+        kind = study_of(value)
         if kind in values:
             raise ArgumentError(f"results: expected one study of a kind, got two of {kind}")
         values[kind] = value
@@ -118,7 +122,7 @@ def _sections(
     yield Section("Studies", items=items)
     for claim, outcome in judged:
         # Each figure is shown once, with the first claim that it is about.
-        figures = [(CAPTIONS[name], plots.pop(name)) for name in claim.figures if name in plots]
+        figures = [(_caption(name), plots.pop(name)) for name in claim.figures if name in plots]
         text = f"Test: {claim.how}"
         if outcome.condition:
             text = f"{outcome.condition[0].upper()}{outcome.condition[1:]}. {text}"
@@ -126,9 +130,16 @@ def _sections(
                       source=claim.source, verdict=outcome.verdict,
                       mark=MARKS.get(outcome.verdict, "some"))  # fmt: skip
     if plots:
-        yield Section("More figures", figures=[(CAPTIONS[name], plots[name]) for name in plots])
+        yield Section(
+            "More figures", figures=[(_caption(name), path) for name, path in plots.items()]
+        )
     for value in values.values():
         yield from _tables(value)
+
+
+def _caption(name: str) -> str:
+    language = name.removeprefix("language-")
+    return CAPTIONS[language] + (" Language model." if language != name else "")
 
 
 def _setup(value: dict[str, Any]) -> str:

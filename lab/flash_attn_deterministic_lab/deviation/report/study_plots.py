@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from ...pictures import DotPanels, Line, LinePanels, Panels
 from ..kernels.kernel_study import COMPARED
-from ..training.training_study import by_seed, minus
+from ..training.training_study import FP16, NUDGES, by_seed, probe_changes
+from .judging import LANGUAGE, study_of
 from .names import title
 
 MEASURES = {
@@ -17,31 +20,40 @@ MEASURES = {
 
 
 def gradient_plots(value: dict[str, Any]) -> dict[str, DotPanels]:
-    """Returns each figure, by file name."""
+    """Returns each figure, by file name; a row has the same tensor of all blocks."""
     every = list(value["layers"])
-    rows = [name for name in every if name.endswith("weight") or "." not in name] or every
+    weights = [name for name in every if name.endswith("weight") or "." not in name] or every
 
     def layers(*measures: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         return {
             MEASURES[measure]: [
-                (title(name), {row: value["layers"][row][name][measure] for row in rows})
+                (title(name), _by_kind({w: value["layers"][w][name][measure] for w in weights}))
                 for name in value["whole"]
             ]
             for measure in measures
         }
 
-    calls = [
-        (title(name), {row: found[name] for row, found in value["forward"].items()
-                                if name in found})
+    calls = {
+        name: {row: found[name] for row, found in value["forward"].items() if name in found}
         for name in value["whole"]
-    ]  # fmt: skip
+    }
+    rows = list(_by_kind({name: [] for name in weights}))
     return {
         "gradients": DotPanels(layers("error", "noise"), rows, "relative size"),
         "systematic": DotPanels(layers("systematic"), rows, "share", "linear"),
         "outputs": DotPanels(
-            {"outputs": calls}, list(value["forward"]), "‖output - exact‖ / ‖exact‖"
+            {"outputs": [(title(name), found) for name, found in calls.items()]},
+            list(value["forward"]), "‖output - exact‖ / ‖exact‖",
         ),
-    }
+    }  # fmt: skip
+
+
+def _by_kind(found: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Joins the intervals of tensors whose names differ in a number alone."""
+    kinds: dict[str, list[float | None]] = {}
+    for name, numbers in found.items():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).extend(numbers)
+    return kinds
 
 
 def kernel_plots(value: dict[str, Any]) -> dict[str, Panels]:
@@ -97,60 +109,64 @@ def _kernel_gradients(points: list[dict[str, Any]]) -> DotPanels:
 
 
 _LABELS = {
-    "repeat": "repeat (control)",
-    "nudge": "one weight, one gap",
+    "nudge": "one weight, one BF16 gap",
     "paper": "preset paper",
     "kernel": "preset kernel",
-    "kernel+residual": "kernel, O's residual",
     "init": "other initial weights",
     "fp32": "FP32 for BF16",
     "fp16": "FP16 for FP32",
     "pure_bf16": "BF16 weights too",
-    "data": "other data (control)",
+    "data": "other data",
 }
-Series = list[tuple[float, list[float | None]]]
+_DISTANCES = {
+    "max_difference": "max |difference|, mean of matrices",
+    "wasserstein": "Wasserstein distance, mean of matrices",
+    "l2": "‖w - w'‖ / ‖w'‖",
+}
 
 
 def training_plots(value: dict[str, Any]) -> dict[str, Panels]:
     """Returns each figure, by file name."""
-    return {
-        "fig7": _over_steps(value, ("max_difference", "l2")),
-        "fig8": _over_steps(value, ("wasserstein", "function")),
+    prefix = "language-" if study_of(value) == LANGUAGE else ""
+    runs = {name: run for name, run in value["runs"].items() if by_seed(value, name)}
+    sixteen = [name for name in runs if name.startswith("fp16")]
+    others = [name for name, run in runs.items()
+              if run["against"] and name != "repeat" and name not in sixteen]  # fmt: skip
+    attentions = [n for n in runs if runs[n]["against"] == "base" and (runs[n]["attention"])]
+    changes = {_label(name): probe_changes(value, name) for name in (*NUDGES, *attentions)
+               if name in runs}  # fmt: skip
+    shown = {"changes of the loss": [("median, and from the least to the largest seed", changes)]}
+    found: dict[str, Panels] = {
+        "fig7": _over_steps(value, others, ("max_difference", "wasserstein", "l2")),
+        "loss": DotPanels(shown, list(changes), "held-out loss over base's, less 1", "linear"),
     }
+    if sixteen:
+        found["fig8"] = _over_steps(value, sixteen, ("wasserstein", "l2"))
+    return {prefix + name: panels for name, panels in found.items()}
 
 
 def _label(name: str) -> str:
+    if name.startswith(FP16):
+        return f"{_label(name.removeprefix(FP16))}, all in FP16"
+    name = "nudge" if name in NUDGES else name
     return _LABELS.get(name, title(name))
 
 
-def _series(value: dict[str, Any], name: str, measure: str) -> Series:
-    """A measure less its value at step 0, at each step, of all seeds."""
-    histories = list(by_seed(value, name).values())
-    if not histories or measure not in histories[0]:
-        return []
-    points: Series = []
-    for place, step in enumerate(histories[0]["steps"]):
-        if step:
-            points.append((step, [minus(h[measure][place], h[measure][0]) for h in histories]))
-    return points
-
-
-_DISTANCES = {
-    "max_difference": "max |difference|, mean of matrices",
-    "l2": "‖w - w'‖ / ‖w'‖",
-    "wasserstein": "Wasserstein distance, mean of matrices",
-    "function": "difference of outputs / their spread",
-}
-
-
-def _over_steps(value: dict[str, Any], measures: tuple[str, ...]) -> LinePanels:
-    runs = value["runs"].items()
-    names = [n for n, run in runs if run["against"] and not n.startswith("explicit:")]
-    columns = {
-        _DISTANCES[measure]: [
-            Line(_label(name), _series(value, name, measure), number)
-            for number, name in enumerate(names)
+def _over_steps(
+    value: dict[str, Any], names: Sequence[str], measures: tuple[str, ...]
+) -> LinePanels:
+    """Distances at each step after the first, of all seeds; the nudges are one line."""
+    labels = list(dict.fromkeys(map(_label, names)))
+    columns = {}
+    for measure in measures:
+        points: dict[str, dict[int, list[float | None]]] = {label: {} for label in labels}
+        for name in names:
+            for history in by_seed(value, name).values():
+                for step, number in zip(history["steps"], history[measure], strict=True):
+                    if step:
+                        points[_label(name)].setdefault(step, []).append(number)
+        columns[_DISTANCES[measure]] = [
+            Line(label, list(points[label].items()), number) for number, label in enumerate(labels)
         ]
-        for measure in measures
-    }
-    return LinePanels(columns, ("optimizer steps", "distance"), sharey=False)
+    labels_of_axes = ("optimizer steps", "distance")
+    return LinePanels(columns, labels_of_axes, sharey=False, decades=6)

@@ -76,7 +76,7 @@ def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") ->
 
 def write_result(folder: Path, value: dict[str, Any], digits: int = 4) -> None:
     """Writes KIND.json: numbers to so many digits, NaN and infinities as null."""
-    text = json.dumps(_plain(value, digits), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_plain(value, digits), separators=(",", ":"))
     write_text(folder / f"{value['kind']}.json", text + "\n")
 
 

@@ -15,7 +15,7 @@ def quick_studies(folder: Path) -> list[Path]:
     folders = [folder / f"quick-{name}" for name in ("forward", "kernels", "training")]
     run_forward(quick_plan(Plan(figures=tuple(FIGURES))), folders[0])
     run_kernels(KernelPlan("cpu", quick=True, seeds=2), folders[1])
-    runs = ("repeat", "paper", "init", "fp16", "data")
+    runs = ("repeat", "nudge-1", "paper", "init", "fp16", "fp16-paper", "data")
     plan = plan_of("drawings-tiny", "cpu", 12, runs, seeds=(0, 1, 2))
     shutil.rmtree(folders[2], ignore_errors=True)  # it would go on
     run_training(plan, folders[2])

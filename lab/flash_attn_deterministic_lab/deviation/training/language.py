@@ -54,6 +54,11 @@ def corpus() -> torch.Tensor:
     return torch.frombuffer(text[:_CORPUS_BYTES], dtype=torch.uint8)
 
 
+def _held_out() -> int:
+    """Returns how many bytes at the end of the corpus are held out: a sixteenth."""
+    return len(corpus()) // 16
+
+
 class Transformer(nn.Module):
     """GPT-2's layout: (batch, tokens) bytes to logits (batch, tokens, 256)."""
 
@@ -104,7 +109,13 @@ class Language:
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         """Draws (batch, context + 1) bytes from random places of the corpus, on the CPU."""
-        text = corpus()
+        return self._windows(corpus()[: -_held_out()], generator)
+
+    def held_out(self, generator: torch.Generator) -> torch.Tensor:
+        """Draws the same from the end of the corpus, which no training sees."""
+        return self._windows(corpus()[-_held_out() :], generator)
+
+    def _windows(self, text: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         rows = torch.arange(self.size.context + 1)
         starts = torch.randint(len(text) - len(rows), (self.size.batch, 1), generator=generator)
         return text[starts + rows].long()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attentions.registry import find_attention
+from ..numbers.formats import parse_format
 from ..numbers.metrics import wasserstein
 from ..study.environment import autocast
 from .workload import Workload, find_workload
@@ -29,7 +30,9 @@ class Run:
     precision: str = "bf16"
     init: int = 0  # 1: other initial weights
     data: int = 0  # 1: other batches
-    nudge: bool = False  # whether one weight starts one float32 gap higher
+    # From 1: which weight of the first matrix starts one bfloat16 gap higher; 0: none. A float32
+    # gap would mostly be lost when autocast rounds the weight.
+    nudge: int = 0
     against: str = "base"  # the run of the same seed that it is compared with; "": none
 
 
@@ -105,7 +108,7 @@ def train(
     if run.nudge:
         with torch.no_grad():
             weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
-            weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
+            weight[run.nudge - 1] += float(parse_format("bf16").ulp(weight[run.nudge - 1]))
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
     optimizer = workload.optimizer(model)
@@ -151,5 +154,6 @@ def train(
 
 
 def _probe(workload: Workload, number: int) -> Any:
-    """A held-out batch, the same for all runs and seeds."""
-    return workload.batch(torch.Generator().manual_seed(_PROBE_SEED + number))
+    """A batch that no training sees, the same for all runs and seeds."""
+    draw = getattr(workload, "held_out", workload.batch)
+    return draw(torch.Generator().manual_seed(_PROBE_SEED + number))

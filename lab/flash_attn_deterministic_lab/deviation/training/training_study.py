@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import math
+import multiprocessing
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,20 @@ from ...attentions.named import first_line_or_kind
 from ...cli import check_device
 from ...errors import ArgumentError
 from ..attentions.registry import find_attention
-from ..numbers.intervals import mean_interval, short
+from ..numbers.intervals import geometric_interval, mean_interval, short
 from ..study.environment import Progress, one_thread, repeatable
 from ..study.files import new_result, read_result, whole_file, write_result
 from .runs import Run, Setup, States, train
 from .workload import find_workload
 
+NUDGES = ("nudge-1", "nudge-2", "nudge-3")
+FP16 = "fp16-"  # before the name of an attention: it in FP16, against the base's in FP16
 _NAMED = {
     run.name: run
     for run in (
         Run("base", against=""),
         Run("repeat"),
-        Run("nudge", nudge=True),
+        *(Run(name, nudge=number) for number, name in enumerate(NUDGES, 1)),
         Run("init", init=1),
         Run("data", data=1),
         Run("fp32", precision="fp32"),
@@ -33,16 +39,20 @@ _NAMED = {
         Run("pure_bf16", precision="pure_bf16"),
     )
 }
-_CONTROLS = ("repeat", "nudge", "init", "data")
-_ON_GPU = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
-_ON_CPU = ("sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
+_CONTROLS = ("repeat", *NUDGES, "init", "data", "fp32", "fp16")
+_ON_GPU = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "fp16-ours", "fp16-sdpa-flash")
+_ON_CPU = ("kernel", "paper", "fp16-kernel", "fp16-paper", "pure_bf16")
 
 
 def run_of(name: str) -> Run:
-    """Returns the run of a name: one of the named ones, or one with that attention."""
-    if name not in _NAMED:
-        find_attention(name)
-    return _NAMED.get(name, Run(name, attention=name))
+    """Returns the run of a name: a named one, or one with that attention, in FP16 after `FP16`."""
+    if name in _NAMED:
+        return _NAMED[name]
+    attention = name.removeprefix(FP16)
+    find_attention(attention)
+    if attention == name:
+        return Run(name, attention)
+    return Run(name, attention, precision="fp16", against="fp16")
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,16 @@ class TrainingPlan:
 
     def ordered(self) -> list[Run]:
         """Returns the runs, each after the one that it is compared with."""
-        names = dict.fromkeys(("base", *self.runs))
-        found = [run_of(name) for name in names]
-        wanted = dict.fromkeys(run.against for run in found if run.against)
-        return list({run.name: run for run in (*map(run_of, wanted), *found)}.values())
+        found: dict[str, Run] = {}
+
+        def add(run: Run) -> None:
+            if run.against:
+                add(run_of(run.against))
+            found.setdefault(run.name, run)
+
+        for name in ("base", *self.runs):
+            add(run_of(name))
+        return list(found.values())
 
 
 def plan_of(
@@ -66,13 +82,12 @@ def plan_of(
     device: str,
     steps: int,
     runs: Sequence[str] = (),
-    seeds: Sequence[int] = (0, 1, 2, 3, 4),
-    base: str = "",
+    seeds: Sequence[int] = tuple(range(16)),
+    base: str = "explicit",
 ) -> TrainingPlan:
     """Makes a plan of names, see `find_workload`, `run_of` and `find_attention`.
 
-    Without a base it is ours on a GPU and explicit on a CPU; without runs there are, beside the
-    controls, real kernels on a GPU, number formats and emulated attentions on a CPU.
+    Without runs there are, beside the controls, real kernels on a GPU and emulated ones on a CPU.
 
     Raises:
         ArgumentError: an unknown name, a number of steps below 1, or no such device.
@@ -83,18 +98,20 @@ def plan_of(
         raise ArgumentError(f"steps: expected at least 1, got {steps}")
     if not seeds or min(seeds) < 0:
         raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
-    usual, others = ("ours", _ON_GPU) if device == "cuda" else ("explicit", _ON_CPU)
-    names = tuple(runs) or (*_CONTROLS, *others)
+    names = tuple(runs) or (*_CONTROLS, *(_ON_GPU if device == "cuda" else _ON_CPU))
     for name in names:
         run_of(name)
-    find_attention(base or usual)
-    return TrainingPlan(Setup(workload, base or usual, steps, device), names, tuple(seeds))
+    find_attention(base)
+    return TrainingPlan(Setup(workload, base, steps, device), names, tuple(seeds))
 
 
-def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None) -> dict[str, Any]:
+def run_training(
+    plan: TrainingPlan, folder: Path, seconds: float | None = None, jobs: int = 1
+) -> dict[str, Any]:
     """Runs or resumes the study in a folder; training.json is written after each run.
 
-    No run is started that would end later than `seconds`.
+    No run is started that would end later than `seconds`. With several jobs, so many processes
+    train a seed each, and training.json is written after each seed.
 
     Returns:
         training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "missing": {name of
@@ -102,52 +119,105 @@ def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None)
         need not repeat], ...}.
 
     Raises:
-        ArgumentError: the folder holds another study.
+        ArgumentError: the folder holds another study, or no job was asked for.
     """
-    start = time.monotonic()
+    if jobs < 1:
+        raise ArgumentError(f"jobs: expected at least 1, got {jobs}")
+    until = math.inf if seconds is None else time.time() + seconds
     value = _opened(plan, folder)
-    runs = plan.ordered()
-    names, seeds = {run.name for run in runs}, [str(seed) for seed in plan.seeds]
-    new_runs = sum(len(names - value["seeds"].get(seed, {}).keys()) for seed in seeds)
-    slowest, progress = 0.0, Progress("training", new_runs)
-    with repeatable(plan.setup.device) as warned, one_thread(plan.setup.device):
-        for seed in plan.seeds:
-            histories = value["seeds"].setdefault(str(seed), {})
-            todo = names - histories.keys()
-            needed = {run.against for run in runs if run.name in todo}
-            kept: dict[str, States] = {}
-            for run in runs:
+    value["runs"] |= {run.name: asdict(run) for run in plan.ordered()}
+    tasks = [_Seed(plan, seed, value["seeds"].setdefault(str(seed), {}), folder, until)
+             for seed in plan.seeds]  # fmt: skip
+    progress = Progress("training", sum(len(task.todo) for task in tasks))
+
+    def keep(seed: int, names: Sequence[str], found: _Seed) -> None:
+        value["seeds"][str(seed)] = found.histories
+        value["missing"] |= found.missing
+        value["seconds"] += found.seconds
+        found.seconds = 0.0
+        for name in names:
+            progress.advance(f"seed {seed} {name}")
+        write_result(folder, value, digits=8)
+
+    warned: list[str] = []
+    if jobs > 1:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            waiting = {pool.submit(_trained, task): task for task in tasks}
+            for done in concurrent.futures.as_completed(waiting):
+                found = done.result()
+                keep(found.seed, waiting[done].todo, found)
+                warned += found.warned
+    else:
+        for task in tasks:
+            task.missing = dict(value["missing"])
+            task.train(functools.partial(keep, task.seed))
+            keep(task.seed, [], task)  # what failed, too
+            warned += task.warned
+    value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
+    write_result(folder, value, digits=8)
+    return value
+
+
+def _trained(task: _Seed) -> _Seed:
+    task.train()
+    return task
+
+
+@dataclass
+class _Seed:
+    """The runs of one seed."""
+
+    plan: TrainingPlan
+    seed: int
+    histories: dict[str, Any]  # by name of a run, of those that are done
+    folder: Path
+    until: float  # by time.time()
+    missing: dict[str, str] = field(default_factory=dict)
+    warned: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def todo(self) -> list[str]:
+        return [run.name for run in self.plan.ordered() if run.name not in self.histories]
+
+    def train(self, on_run: Callable[[Sequence[str], _Seed], None] = lambda *_: None) -> None:
+        """Trains what is to do; `on_run` is called after each run."""
+        device, todo, slowest = self.plan.setup.device, self.todo, 0.0
+        needed = {run_of(name).against for name in todo}
+        kept: dict[str, States] = {}
+        with repeatable(device) as warned, one_thread(device):
+            for run in self.plan.ordered():
                 keep, new = run.name in needed, run.name in todo
-                if not (keep or new) or {run.name, run.against} & value["missing"].keys():
+                other = not run.against or run.against in self.histories
+                if not (keep or new) or not other or run.name in self.missing:
                     continue
-                before = time.monotonic()
+                before = time.time()
                 # The first run is what other studies of the model begin with.
-                if seconds is not None and slowest and before - start + slowest > seconds:
+                first = self.seed == self.plan.seeds[0] and not slowest
+                if before + slowest > self.until and not first:
                     break
                 try:
                     history, states, model = train(
-                        plan.setup, run, seed, kept.get(run.against), keep
+                        self.plan.setup, run, self.seed, kept.get(run.against), keep
                     )
                 except Exception as error:  # the other runs still have a result
                     if run.name == "base":
                         raise
-                    value["missing"][run.name] = first_line_or_kind(error)
+                    self.missing[run.name] = first_line_or_kind(error)
                     continue
                 if keep:
                     kept[run.name] = states
-                if new:
-                    value["runs"][run.name], histories[run.name] = asdict(run), history
-                    progress.advance(f"seed {seed} {run.name}")
-                if new and run.name == "base" and seed == plan.seeds[0]:
-                    with whole_file(folder / "base.pt") as temporary:
+                if new and run.name == "base" and self.seed == self.plan.seeds[0]:
+                    with whole_file(self.folder / "base.pt") as temporary:
                         torch.save(model.state_dict(), temporary)
-                slowest = max(slowest, 1.1 * (time.monotonic() - before))
-                value["seconds"] += time.monotonic() - before
-                write_result(folder, value, digits=8)
+                slowest = max(slowest, 1.1 * (time.time() - before))
+                self.seconds += time.time() - before
+                if new:
+                    self.histories[run.name] = history
+                    on_run([run.name], self)
                 del model, states
-    value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
-    write_result(folder, value, digits=8)
-    return value
+        self.warned = list(warned)
 
 
 def _opened(plan: TrainingPlan, folder: Path) -> dict[str, Any]:
@@ -178,17 +248,14 @@ def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def probe_changes(value: dict[str, Any], name: str) -> list[float | None]:
-    """Returns, for each seed, a run's loss on other batches less that of its counterpart."""
+    """Returns, for each seed, by what share a run changes its counterpart's held-out loss."""
     against = value["runs"].get(name, {}).get("against", "")
-    return [
-        minus(history["probe"], value["seeds"][seed].get(against, {}).get("probe"))
-        for seed, history in by_seed(value, name).items()
-    ]
-
-
-def minus(left: float | None, right: float | None) -> float | None:
-    """Returns left - right; None where one is missing."""
-    return None if left is None or right is None else left - right
+    changes: list[float | None] = []
+    for seed, history in by_seed(value, name).items():
+        other = value["seeds"][seed].get(against, {}).get("probe")
+        found = history["probe"]
+        changes.append(None if found is None or not other else found / other - 1)
+    return changes
 
 
 def summary(value: dict[str, Any]) -> list[list[str]]:
@@ -200,19 +267,18 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
             continue
         probe = mean_interval([history["probe"] for history in histories.values()])
         loss = probe.shown("{:.4f}".format)
-        changes: list[list[float | None]] = []
+        cells = ["-"] * 4
         if run["against"]:
-            changes.append(probe_changes(value, name))
+            cells = [mean_interval(probe_changes(value, name)).shown("{:.2%}".format)]
             for measure in ("l2", "function", "wasserstein"):
-                changes.append([history[measure][-1] for history in histories.values()])
-        cells = [str(mean_interval(change)) for change in changes] or ["-"] * 4
+                cells.append(str(geometric_interval([h[measure][-1] for h in histories.values()])))
         rows.append([name, str(len(histories)), run["against"] or "-", loss, *cells])
     return rows
 
 
 SUMMARY_HEADER = [
-    "run", "seeds", "against", "loss at the end", "less the other's", "L2 of weights",
-    "function", "Wasserstein",
+    "run", "seeds", "against", "held-out loss", "change", "L2 of weights", "function",
+    "Wasserstein",
 ]  # fmt: skip
 
 

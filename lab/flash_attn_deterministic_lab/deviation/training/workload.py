@@ -14,7 +14,11 @@ from .text_to_image import SIZES, Drawings
 
 
 class Workload(Protocol):
-    """A model with its data and optimizer."""
+    """A model with its data and optimizer.
+
+    `held_out(generator)`, like `batch`, draws what no training sees; without it, what a training
+    did not draw is held out.
+    """
 
     def model(self, attention: Attention) -> torch.nn.Module:
         """Builds a model, on torch's default device and seed, whose layers call `attention`."""
