@@ -115,6 +115,13 @@ def test_steps_fail_alone_and_leave_no_process(tmp_path: Path) -> None:
     assert len(record["steps"]) == 3
 
 
+def test_what_needs_all_gpus_keeps_its_time(tmp_path: Path) -> None:
+    steps = [Step("alone", "tests", 50, "-c 1"), Step("all", "together", 60, "-c 1")]
+    record: dict[str, Any] = {"steps": []}
+    run_all(steps, {**GIVEN, "out": str(tmp_path)}, 2, record, 100)
+    assert [one["name"] for one in record["steps"]] == ["all"]
+
+
 def test_ctrl_c_kills_the_step_and_records_it(tmp_path: Path) -> None:
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
