@@ -125,8 +125,9 @@ def _null(training: Training) -> Iterator[Case]:
             ratios.append(own / null if own and null > 0 else None)
             slopes = finite(_power(history, "l2") for history in nulls[seed])
             power = _power(histories[seed], "l2")
-            there = power is not None and slopes
-            powers.append(power - statistics.fmean(slopes) if there else None)
+            if power is not None and slopes:
+                power -= statistics.fmean(slopes)
+            powers.append(power if slopes else None)
         if ratios:
             yield Case(f"{name}, L2 at the end", geometric_interval(ratios), *NO_FARTHER, "x")
             yield Case(f"{name}, power of the steps", mean_interval(powers), *NO_STEEPER,
