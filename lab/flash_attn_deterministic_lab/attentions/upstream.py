@@ -114,7 +114,8 @@ class Baseline:
 
     Raises:
         OSError: it is not there, or does not load.
-        BaselineError: it was built from other sources.
+        BaselineError: it was built from other sources; of a call: it holds no such kernel, or CUDA
+            failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,22 +179,12 @@ class Baseline:
         """Runs upstream's forward as its flash_attn_func or flash_attn_varlen_func does.
 
         Args:
-            q: queries.
-            k: keys.
-            v: values.
-            causal: whether the mask is causal.
             num_splits: 0: upstream's heuristic (what flash_attn_func uses); 1: its forward
                 kernel; more: its split kernel and combine kernel. With features or packed
                 sequences it is 1: the library holds no split kernel for them.
             scores: features; none of packed sequences.
             packed: where packed sequences lie; the longest has more than one query (with a single
                 one upstream turns head groups into rows, which is not done here).
-
-        Returns:
-            out like q, and softmax_lse.
-
-        Raises:
-            BaselineError: the library does not hold the kernel, or CUDA failed.
         """
         if packed is not None:
             lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -254,26 +245,7 @@ class Baseline:
         scores: Scores = PLAIN,
         packed: Packed | None = None,
     ) -> Tensors:
-        """Runs upstream's backward.
-
-        Args:
-            dout: gradient of out, like q.
-            q: queries.
-            k: keys.
-            v: values.
-            out: the forward's output.
-            softmax_lse: the forward's.
-            causal: whether the mask is causal.
-            deterministic: upstream's deterministic mode (run to run, not over batch sizes).
-            scores: features, the forward's; none of packed sequences.
-            packed: where packed sequences lie.
-
-        Returns:
-            dq, dk, dv, like q, k, v.
-
-        Raises:
-            BaselineError: the library does not hold the kernel, or CUDA failed.
-        """
+        """Runs upstream's backward; `deterministic` is its mode: run to run, not over batches."""
         nheads, head_dim = q.shape[-2:]
         nheads_k = k.shape[-2]
         if packed is None:

@@ -181,9 +181,7 @@ def _gradients(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     value = run_gradients(plan, target, arguments.out, arguments.seconds)
     if value["done"] < len(target.batches):
-        print(
-            f"{value['done']} of {len(target.batches)} batches; run the same command for the rest"
-        )
+        print(f"{value['done']} of {len(target.batches)} batches: time was over")
     for name, found in value["whole"].items():
         print(f"{name}: {_intervals(found)}")
     for name, reason in value["missing"].items():

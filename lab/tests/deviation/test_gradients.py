@@ -81,36 +81,26 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert read_result(tmp_path, "gradients")["whole"].keys() == whole.keys()
 
 
-def test_it_resumes_batch_by_batch(
+def test_an_interrupted_comparison_keeps_what_it_has(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_target(f"{module}:model", f"{module}:batches", 3, "cpu")
     plan = GradientPlan("m", ("explicit",))
-    whole = run_gradients(plan, target, tmp_path / "whole")
     real, done = gradients._one_batch, 0
 
     def interrupted(*args: Any) -> dict[str, Any]:
         nonlocal done
         done += 1
-        if done == 2:
+        if done == 3:
             raise KeyboardInterrupt
         return real(*args)
 
     monkeypatch.setattr(gradients, "_one_batch", interrupted)
+    assert run_gradients(plan, target, tmp_path)["done"] == 2
+    assert run_gradients(plan, target, tmp_path, seconds=0)["done"] == 2
+    done = 2
     with pytest.raises(KeyboardInterrupt):
-        run_gradients(plan, target, tmp_path / "parts")
-    parts = run_gradients(plan, target, tmp_path / "parts")
-    assert done == 4
-    assert parts["layers"] == whole["layers"]
-    # All is done: nothing is kept but the result, and nothing is done again.
-    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["gradients.json"]
-    assert run_gradients(plan, target, tmp_path / "parts")["whole"].keys() == {"explicit"}
-    assert done == 4
-    with pytest.raises(ArgumentError, match=r"holds another comparison \(other model\)"):
-        run_gradients(GradientPlan("other", ("explicit",)), target, tmp_path / "parts")
-    target.batches[0] = {name: 2 * value for name, value in target.batches[0].items()}
-    with pytest.raises(ArgumentError, match=r"\(other tensors\)"):
-        run_gradients(plan, target, tmp_path / "parts")
+        run_gradients(plan, target, tmp_path)
 
 
 def test_statistics_of_known_errors() -> None:

@@ -14,9 +14,6 @@ from a seed; for the whole model each of them counts for those of its tensor tha
 
 from __future__ import annotations
 
-import hashlib
-import io
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +29,7 @@ from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention, running_modules
 from ..numbers.intervals import bounds, expanded_tail, mean_interval, resamples
 from ..study.environment import Progress, autocast, one_thread, repeatable
-from ..study.files import new_result, read_result, whole_file, write_result
+from ..study.files import new_result, write_result
 from .target import Target
 
 SAMPLE = 16384
@@ -56,10 +53,10 @@ def run_gradients(
     folder: Path,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Runs or resumes the comparison; each batch is kept until all of them are done.
+    """Runs the comparison.
 
-    Batches after the second are not started if they would end later than `seconds`; the same call
-    again computes the rest.
+    Batches after the second are not started if they would end later than `seconds`; Ctrl-C ends the
+    comparison with those that are done.
 
     Returns:
         gradients.json: {"layers": {parameter: {attention: {"error", "noise", "systematic"}}},
@@ -69,7 +66,7 @@ def run_gradients(
 
     Raises:
         ArgumentError: no attention works, the model calls none, has no weights to train, or its
-            gradients are NaN; or the folder holds another comparison.
+            gradients are NaN.
     """
     start, slowest = time.monotonic(), 0.0
     if not plan.attentions:
@@ -78,34 +75,21 @@ def run_gradients(
     weights = {n: p.numel() for n, p in target.model.named_parameters() if p.requires_grad}
     if not weights:
         raise ArgumentError("model: expected parameters that require a gradient, got none")
-    identity = {**asdict(plan), "attentions": list(plan.attentions)}
-    identity["batches"] = len(target.batches)
-    identity["tensors"] = _digest([target.model.state_dict(), target.batches])
-    store = folder / "batches"
-    if (folder / "gradients.json").exists():
-        value = read_result(folder, "gradients")
-        _check_same(value["configuration"], identity, folder)
-        if value["done"] == len(target.batches):
-            return value
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     progress = Progress("gradients", len(target.batches))
     with repeatable(plan.device):
         for number, batch in enumerate(target.batches):
-            path = store / f"{number:04}.pt"
-            if path.exists():
-                kept = torch.load(path, weights_only=True)
-                _check_same(kept["identity"], identity, folder)
-            else:
-                before = time.monotonic()
-                if seconds is not None and number >= 2 and before - start + slowest > seconds:
-                    break
-                kept = _one_batch(plan, target, batch, found, missing)
-                slowest = max(slowest, time.monotonic() - before)
-                with whole_file(path) as temporary:
-                    torch.save({"identity": identity, **kept}, temporary)
-            missing.update(kept["missing"])
-            samples.append(kept)
+            before = time.monotonic()
+            if seconds is not None and number >= 2 and before - start + slowest > seconds:
+                break
+            try:
+                samples.append(_one_batch(plan, target, batch, found, missing))
+            except KeyboardInterrupt:  # what was measured is written
+                if number < 2:
+                    raise
+                break
+            slowest = max(slowest, time.monotonic() - before)
             progress.advance(f"batch {number}")
     names = [name for name in plan.attentions if name not in missing]
     if not names:
@@ -113,8 +97,9 @@ def run_gradients(
     with one_thread():  # of small matrices
         found_errors = _statistics(samples, names, weights)
     kept_sizes = [min(SAMPLE, size) for size in weights.values()]
+    configuration = {**asdict(plan), "batches": len(target.batches)}
     value = {
-        **new_result("gradients", identity, plan.device),
+        **new_result("gradients", configuration, plan.device),
         "seconds": time.monotonic() - start,
         # At most, of what is kept of gradients.
         "memory_bytes": 4 * (len(names) + 1) * len(target.batches) * sum(kept_sizes),
@@ -124,25 +109,7 @@ def run_gradients(
         **found_errors,
     }
     write_result(folder, value)
-    if len(samples) == len(target.batches):
-        shutil.rmtree(store)  # megabytes for each batch
     return value
-
-
-def _digest(value: Any) -> str:
-    """Returns a digest of tensors in dicts and lists."""
-    saved = io.BytesIO()
-    torch.save(value, saved)
-    return hashlib.sha256(saved.getbuffer()).hexdigest()[:16]
-
-
-def _check_same(found: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
-    others = [name for name, value in identity.items() if found.get(name) != value]
-    if others:
-        raise ArgumentError(
-            f"out: {folder} holds another comparison (other {', '.join(others)}); give another "
-            "folder with --out"
-        )
 
 
 def _one_batch(
@@ -188,7 +155,7 @@ def _one_batch(
                 gradients[name] = _gradient(plan, target, batch, attention)
             except Exception as failure:
                 missing[name] = first_line_or_kind(failure)
-    return {"gradients": gradients, "outputs": outputs, "missing": dict(missing)}
+    return {"gradients": gradients, "outputs": outputs}
 
 
 def _gradient(

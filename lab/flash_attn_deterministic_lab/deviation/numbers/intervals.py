@@ -77,11 +77,6 @@ def resamples(count: int) -> torch.Tensor:
     return torch.cat([torch.arange(count)[None], drawn])
 
 
-def student(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's t."""
-    return float(stats.t.ppf(1 - _TAIL, freedom))
-
-
 def expanded_tail(count: int) -> float:
     """Returns the share of resamples beyond a bound that gives a mean of `count` Student's width.
 
@@ -90,7 +85,9 @@ def expanded_tail(count: int) -> float:
     """
     if count < _FEWEST:
         return math.nan
-    return float(stats.norm.cdf(-math.sqrt(count / (count - 1)) * student(count - 1)))
+    return float(
+        stats.norm.cdf(-math.sqrt(count / (count - 1)) * stats.t.ppf(1 - _TAIL, count - 1))
+    )
 
 
 def bounds(values: torch.Tensor, tail: float) -> torch.Tensor:
@@ -128,7 +125,7 @@ def mean_interval(values: Sequence[float | None]) -> Interval:
     mean, count = float(data.mean()), len(data)
     if count < _FEWEST:
         return Interval(math.nan, mean, math.nan)
-    half = student(count - 1) * float(data.std()) / math.sqrt(count)
+    half = float(stats.t.ppf(1 - _TAIL, count - 1)) * float(data.std()) / math.sqrt(count)
     return Interval(mean - half, mean, mean + half)
 
 
