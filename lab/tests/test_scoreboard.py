@@ -76,15 +76,6 @@ def test_another_function_is_not_judged() -> None:
     assert "differs from ours" in results["batch"]["reason"]
 
 
-def test_the_first_case_of_a_row_always_runs() -> None:
-    results = run_rows("good", seconds=-1)
-    for row in rows.ROWS:
-        if not row.lengths and row.id != "workspace-256MB":
-            assert results[row.id]["cases"] == 1
-            more = len(list(row.numbers(SMALL))) > 1
-            assert results[row.id]["status"] == ("not-run" if more else "kept")
-
-
 def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that was equal so far is not called kept; one that was not stays broken."""
     clock = itertools.count()
@@ -217,13 +208,3 @@ def _results(out: Path, attention: int) -> dict[str, dict[str, Any]]:
         return {"run-to-run": {"cases": 0}}
     found: dict[str, dict[str, Any]] = json.loads(out.read_text())["attentions"][attention]["rows"]
     return found
-
-
-def test_seconds_limit_a_slow_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CPU", SMALL)
-    assert main([*_slow(tmp_path), "--seconds", "0.3"]) == 0
-    record = json.loads((tmp_path / "scoreboard.json").read_text())
-    assert record["complete"] is True
-    slow = statuses(record["attentions"][1]["rows"])
-    assert slow["one-or-k+1"] == "not-run"
-    assert "1/1* |" in (tmp_path / "scoreboard.md").read_text()
