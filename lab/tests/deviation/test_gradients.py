@@ -271,4 +271,3 @@ def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figure>") == 3
     assert "systematic" in capsys.readouterr().out
-    assert main([*arguments[:3], "--attention", "explicit", "--out", str(tmp_path)]) == 2
