@@ -71,7 +71,7 @@ def test_our_gradients_are_about_as_near_as_torchs(study: dict[str, Any]) -> Non
 
 
 def test_training_with_our_kernels_repeats(tmp_path: Path) -> None:
-    plan = plan_of("language-25m", "cuda", 6, ("repeat", "sdpa-flash"), (0,))
+    plan = plan_of("language-25m", "cuda", 6, ("repeat", "sdpa-flash"), (0,), "ours")
     value = run_training(plan, tmp_path)
     found = value["seeds"]["0"]
     if max(found["repeat"]["max_difference"]) > 0:
