@@ -36,7 +36,8 @@ class Numbers(NamedTuple):
 
     def options(self, call: Call) -> Options:
         """Returns what the op of a call takes."""
-        scores = self.softmax_scale, *call.mask, self.softcap
+        left, right = call.mask
+        scores = self.softmax_scale, left, right, self.softcap
         return Options(0.0, *scores, self.split_size, self.deterministic, self.deterministic_bwd)
 
 
