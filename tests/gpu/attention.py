@@ -15,6 +15,11 @@ from flash_attn_deterministic.verify.shared.bits import bits as bits
 from flash_attn_deterministic.verify.shared.bits import difference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Of `device_override`: families and paths, which a call takes where they have a kernel for it.
+SCHEDULES = (
+    *("family=sm80", "family=sm80,path=parts", "family=sm90,path=one_cta"),
+    *("family=sm90,path=parts", "path=few_rows", "path=scores_first"),
+)
 # Of the bit checks: even and padded kernels, small and large tiles.
 BIT_CONFIGS = (
     (64, "bf16"),

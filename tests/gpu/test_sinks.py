@@ -14,7 +14,14 @@ from flash_attn_deterministic.reference import sink_backward
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import DTYPES, assert_same, make_qkv, pairwise, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    SCHEDULES,
+    assert_same,
+    make_qkv,
+    pairwise,
+    skip_unless_built,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +29,6 @@ pytestmark = pytest.mark.gpu
 flash_attn_func: Any = interface.flash_attn_func
 flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv", "dsink")
-SCHEDULES = (
-    *("family=sm80", "family=sm80,path=parts", "family=sm90,path=one_cta"),
-    *("family=sm90,path=parts", "path=few_rows", "path=scores_first"),
-)
 CONFIGS = pairwise(
     head_dim=(32, 64, 72, 96, 128, 192, 256),
     dtype=("bf16", "fp16"),

@@ -9,7 +9,14 @@ import torch
 from flash_attn_deterministic import explain, interface
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import DTYPES, assert_same, make_qkv, pairwise, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    SCHEDULES,
+    assert_same,
+    make_qkv,
+    pairwise,
+    skip_unless_built,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +25,6 @@ flash_attn_func: Any = interface.flash_attn_func
 flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
 flash_attn_with_kvcache: Any = interface.flash_attn_with_kvcache
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
-SCHEDULES = (
-    *("family=sm80", "family=sm80,path=parts", "family=sm90,path=one_cta"),
-    *("family=sm90,path=parts", "path=few_rows", "path=scores_first"),
-)
 PAIRS = ((192, 128), (184, 100), (192, 64), (64, 32), (128, 72), (256, 64), (32, 96), (120, 128))
 CONFIGS = pairwise(
     head_dims=PAIRS,

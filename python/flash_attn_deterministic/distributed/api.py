@@ -116,21 +116,7 @@ def _resolve(
                 f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
                 f"heads, got {degree}"
             )
-    scale, left, right, softcap = found[1:5]
-    return CallSpec(
-        ranks.name,
-        check_order(where.order),
-        degree,
-        heads_k,
-        backward,
-        scale,
-        left,
-        right,
-        softcap,
-        found.split_size,
-        found.deterministic,
-        found.deterministic_bwd,
-    )
+    return CallSpec(ranks.name, check_order(where.order), degree, heads_k, backward, *found[1:8])
 
 
 _valid: set[tuple[Any, ...]] = set()

@@ -21,7 +21,7 @@ from ..checks.kernels import check_kernels
 from ..errors import BuildInfoError
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
 from ..private import C, is_observed
-from ..types import Gradients, Outputs
+from ..types import Gradients, Options, Outputs
 from . import agreement, passes
 from .plan import KEY_BLOCK, Plan, Shape, plan_of
 from .ranks import Ranks
@@ -38,13 +38,7 @@ class CallSpec(NamedTuple):
         ulysses_degree: ranks over which heads are divided; 0: the planner chooses.
         heads_k: KV heads computed at a time; 0: the planner chooses.
         backward: whether an input requires a gradient.
-        softmax_scale: factor of q k^T.
-        window_left: keys that a row sees before its position; -1: no limit.
-        window_right: likewise after it.
-        softcap: 0.0: none.
-        split_size: tokens per split; 0: one split.
-        deterministic: whether the forward is.
-        deterministic_bwd: whether the backward is.
+        softmax_scale: as of `Options`, and so are the others.
     """
 
     group: str
@@ -61,9 +55,9 @@ class CallSpec(NamedTuple):
     deterministic_bwd: bool
 
     @property
-    def numbers(self) -> passes.Numbers:
-        """Returns what the attention ops take besides the mask."""
-        return passes.Numbers(self.softmax_scale, *self[-4:])
+    def options(self) -> Options:
+        """Returns those of attention on one device."""
+        return Options(0.0, *self[5:])
 
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
@@ -118,7 +112,7 @@ def _sequence_fwd(
     with agreement.taking_part(ranks.group):
         plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
         out, softmax_lse = passes.forward(
-            ranks, plan, _packed(q), _packed(k), _packed(v), spec.numbers
+            ranks, plan, _packed(q), _packed(k), _packed(v), spec.options
         )
     if q.dim() == 3:
         return out, softmax_lse.transpose(0, 1).contiguous()
@@ -146,7 +140,7 @@ def _sequence_bwd(
         plan = _agreed("backward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, forward)
         lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
         rows = passes.Rows(_packed(dout), _packed(q), _packed(out), lse)
-        dq, dk, dv = passes.backward(ranks, plan, rows, _packed(k), _packed(v), spec.numbers)
+        dq, dk, dv = passes.backward(ranks, plan, rows, _packed(k), _packed(v), spec.options)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 

@@ -25,22 +25,6 @@ from .ranks import Ranks
 KeySums = tuple[torch.Tensor, torch.Tensor]
 
 
-class Numbers(NamedTuple):
-    """The numbers of attention, but for the mask; see `CallSpec`."""
-
-    softmax_scale: float
-    softcap: float
-    split_size: int
-    deterministic: bool
-    deterministic_bwd: bool
-
-    def options(self, call: Call) -> Options:
-        """Returns what the op of a call takes."""
-        left, right = call.mask
-        scores = self.softmax_scale, left, right, self.softcap
-        return Options(0.0, *scores, self.split_size, self.deterministic, self.deterministic_bwd)
-
-
 class Rows(NamedTuple):
     """Rows with their results: (rows, nheads, head_dim), and softmax_lse (rows, nheads)."""
 
@@ -130,7 +114,7 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    numbers: Numbers,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of this rank's rows.
 
@@ -140,7 +124,7 @@ def forward(
         q: (tokens of q on this rank, nheads, head_dim).
         k: (tokens of k on this rank, nheads_k, head_dim).
         v: like k.
-        numbers: of the call.
+        options: of the call; each op has a window of its own.
 
     Returns:
         out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
@@ -151,15 +135,15 @@ def forward(
     # While the first keys come, sequences that need none.
     here = plan.local if part.rows is not None else (*plan.local, *part.calls)
     out, softmax_lse = _results(q, here)
-    _attend(plan.local, q, (k, v), out, softmax_lse, numbers)
+    _attend(plan.local, q, (k, v), out, softmax_lse, options)
     going: Callable[[], None] = _nothing
     for step, (rows, *_), keys in steps:
         if part.rows is None:
             at = step.of_rows
-            _attend(part.calls, rows, keys, out[:, at], softmax_lse[:, at], numbers)
+            _attend(part.calls, rows, keys, out[:, at], softmax_lse[:, at], options)
             continue
         found = _results(rows, part.calls)
-        _attend(part.calls, rows, keys, *found, numbers)
+        _attend(part.calls, rows, keys, *found, options)
         results = [Heads(one, 0, one.shape[1]) for one in (found[0], found[1][..., None])]
         sent = Arriving(ranks, part.rows.back, results, "results")
         going()
@@ -170,17 +154,17 @@ def forward(
 
 
 def backward(
-    ranks: Ranks, plan: Plan, rows: Rows, k: torch.Tensor, v: torch.Tensor, numbers: Numbers
+    ranks: Ranks, plan: Plan, rows: Rows, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> Gradients:
     """Computes the gradients of this rank's q, k and v.
 
     Args:
-        ranks: as in `forward`; plan, k, v and numbers too.
+        ranks: as in `forward`; plan, k, v and options too.
         plan: see ranks.
         rows: of this rank, with their results.
         k: see ranks.
         v: see ranks.
-        numbers: see ranks.
+        options: see ranks.
 
     Returns:
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
@@ -192,7 +176,7 @@ def backward(
     dq = _new(rows.q, plan.local if part.rows is not None else (*plan.local, *calls))
     dk, dv = (one.new_zeros(one.shape) for one in (k, v))
     for call in plan.local:
-        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(rows, (k, v), call, numbers)
+        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(rows, (k, v), call, options)
     going: list[Callable[[], None]] = []
     for step, (dout, q, out, lse), keys in steps:
         here = Rows(dout, q, out, lse[..., 0])
@@ -200,11 +184,11 @@ def backward(
         gradients = [one.new_zeros((part.whole_room, *one.shape[1:])) for one in keys]
         for call in part.calls:
             into[call.rows], gradients[0][call.keys], gradients[1][call.keys] = _backward_call(
-                here, keys, call, numbers
+                here, keys, call, options
             )
         sums: list[KeySums] = []
         for call, _ in part.runs:
-            into[call.rows], *found = _backward_call(here, keys, call, numbers, sums=True)
+            into[call.rows], *found = _backward_call(here, keys, call, options, sums=True)
             sums.append((found[0], found[1]))
         del dout, q, out, lse, here, keys
         sent: list[Callable[[], None]] = []
@@ -218,7 +202,7 @@ def backward(
                 sent.append(functools.partial(arriving.into, targets))
         if part.sums is not None:
             summing = _Sums(ranks, plan.degree, part.sums, step, sums, k)
-            sent.append(functools.partial(summing.add_up, numbers, k, dk, dv))
+            sent.append(functools.partial(summing.add_up, options, k, dk, dv))
         for end in going:
             end()
         going = sent
@@ -263,7 +247,7 @@ class _Sums:
                 data[begin : begin + keys.stop - keys.start] = one[keys]
         self._pending = ranks.all_to_all(data, self._arrived, sent, received, "sums")
 
-    def add_up(self, numbers: Numbers, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def add_up(self, options: Options, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Writes dk and dv, once the sums have arrived."""
         self._pending.wait()
         each = k.shape[1] // self._degree
@@ -275,7 +259,7 @@ class _Sums:
             sums = {part.node: self._of(part, head, count) for part in parts}
             total = tree.add_up(sums, chunks, _added)
             assert total is not None
-            given = *total, k[keys, heads], numbers.softmax_scale, numbers.softcap, 0.0
+            given = *total, k[keys, heads], options.softmax_scale, options.softcap, 0.0
             dk[keys, heads], dv[keys, heads] = run(("finish_key_sums", given))
 
     def _of(self, part: Part, head: int, count: int) -> KeySums:
@@ -294,19 +278,25 @@ def _nothing() -> None:
     pass
 
 
+def _of_call(options: Options, call: Call) -> Options:
+    """Returns the options of an op: its window is relative to its own rows and keys."""
+    left, right = call.mask
+    return options._replace(window_left=left, window_right=right)
+
+
 def _attend(
     calls: Sequence[Call],
     q: torch.Tensor,
     keys: Sequence[torch.Tensor],
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
-    numbers: Numbers,
+    options: Options,
 ) -> None:
     """Writes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of calls."""
     for call in calls:
         inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
-        lengths, options = call.lengths(q.device), numbers.options(call)
-        out[call.rows], lse = run(schemas.forward_call(inputs, lengths, options, None))
+        lengths, own = call.lengths(q.device), _of_call(options, call)
+        out[call.rows], lse = run(schemas.forward_call(inputs, lengths, own, None))
         softmax_lse[call.rows] = lse.transpose(0, 1)
 
 
@@ -314,16 +304,16 @@ def _backward_call(
     rows: Rows,
     keys: Sequence[torch.Tensor],
     call: Call,
-    numbers: Numbers,
+    options: Options,
     sums: bool = False,
 ) -> Gradients:
     """Computes dq, dk and dv of a call, rounded; with sums, dq and the sums of dk and dv."""
     dout, q, out, lse = (one[call.rows] for one in rows)
     inputs = q, keys[0][call.keys], keys[1][call.keys]
-    lengths, options = call.lengths(q.device), numbers.options(call)
+    lengths, own = call.lengths(q.device), _of_call(options, call)
     lse = lse.transpose(0, 1).contiguous()
     gradients: Gradients = run(
-        schemas.backward_call(dout, inputs, out, lse, lengths, options, None, None, sums)
+        schemas.backward_call(dout, inputs, out, lse, lengths, own, None, None, sums)
     )
     return gradients
 

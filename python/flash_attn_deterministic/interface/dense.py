@@ -161,7 +161,10 @@ def flash_attn_qkvpacked_func(
         out (batch, seqlen, nheads, head_dim); with return_attn_probs as in `flash_attn_func`.
 
     Raises:
-        As `flash_attn_func`; so is the source, this name in flash_attn 2.8.3.
+        As `flash_attn_func`.
+
+    Source:
+        flash_attn 2.8.3, under this name.
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     return attend((None, qkv), None, options, alibi_slopes, return_attn_probs)
@@ -194,7 +197,10 @@ def flash_attn_kvpacked_func(
         out (batch, seqlen_q, nheads, head_dim); with return_attn_probs as in `flash_attn_func`.
 
     Raises:
-        As `flash_attn_func`; so is the source, this name in flash_attn 2.8.3.
+        As `flash_attn_func`.
+
+    Source:
+        flash_attn 2.8.3, under this name.
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     if q is None:  # which in an op says that q is in kv

@@ -124,7 +124,10 @@ def flash_attn_varlen_qkvpacked_func(
         `flash_attn_varlen_func`.
 
     Raises:
-        As `flash_attn_func`; so is the source, this name in flash_attn 2.8.3.
+        As `flash_attn_func`.
+
+    Source:
+        flash_attn 2.8.3, under this name.
     """
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
@@ -165,7 +168,10 @@ def flash_attn_varlen_kvpacked_func(
         `flash_attn_varlen_func`.
 
     Raises:
-        As `flash_attn_func`; so is the source, this name in flash_attn 2.8.3.
+        As `flash_attn_func`.
+
+    Source:
+        flash_attn 2.8.3, under this name.
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic

@@ -71,7 +71,6 @@ def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> di
 
     Returns `status`, `data`, and `broken`: whether the process can't go on.
     """
-
     from .contract.call import Attention
 
     attention = Attention.installed()

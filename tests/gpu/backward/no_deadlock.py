@@ -10,6 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
@@ -86,11 +87,11 @@ def backwards() -> dict[str, Backward]:
 
 
 def hold_all_sms_but_two() -> Callable[[], None] | None:
-    """Returns what starts a kernel that does, for 20 ms; None: no nvcc here to compile it."""
+    """Returns a function that starts a kernel which holds them for 20 ms; None: no nvcc is here."""
     nvcc = find_nvcc()
     if nvcc is None:
         return None
-    properties = torch.cuda.get_device_properties()
+    properties: Any = torch.cuda.get_device_properties()
     with tempfile.TemporaryDirectory() as folder:
         code = f"{properties.major}{properties.minor}"
         library = compiled(nvcc, Path(__file__).with_name("hold.cu"), Path(folder), code)
@@ -121,10 +122,11 @@ def main() -> None:
         torch.cuda.synchronize()
     found = []
     hold = hold_all_sms_but_two()
-    for name in expected if hold else ():
-        print(f"{name}, on two SMs", flush=True)
-        hold()
-        found.append((name, calls[name]()))
+    if hold is not None:
+        for name in expected:
+            print(f"{name}, on two SMs", flush=True)
+            hold()
+            found.append((name, calls[name]()))
     torch.cuda.synchronize()
     print("all at once", flush=True)
     streams = [torch.cuda.Stream() for _ in range(8)]  # type: ignore[no-untyped-call, unused-ignore]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from flash_attn_deterministic import tree
-from flash_attn_deterministic.distributed.passes import Numbers
 from flash_attn_deterministic.distributed.plan import Shape
+from flash_attn_deterministic.types import Options
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, skip_unless_built
 from tests.gpu.ranks import dying_rank
@@ -62,7 +62,7 @@ def test_threads_on_one_gpu_equal_one_call(
     monkeypatch.setenv(VARIABLE, family)
     size, order, lengths, nheads, nheads_k, (left, right), softcap = cut
     tensors, starts = packed_call(lengths, nheads, nheads_k, head_dim, DTYPES[dtype], "cuda")
-    numbers = Numbers(head_dim**-0.5, softcap, 512, True, True)
+    options = Options(0.0, head_dim**-0.5, left, right, softcap, 512, True, True)
     tokens = starts[-1] // size
     for degree in (0, 1):
         shape = Shape(
@@ -70,7 +70,7 @@ def test_threads_on_one_gpu_equal_one_call(
             *(tree.CHUNK_ROWS, nheads, nheads_k, head_dim),
             degree=degree,
         )
-        one, many = on_one(tensors, shape, numbers), over_ranks(tensors, shape, numbers)
+        one, many = on_one(tensors, shape, options), over_ranks(tensors, shape, options)
         assert_same(tuple(many.values()), tuple(one.values()), NAMES)
 
 

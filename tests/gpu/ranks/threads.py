@@ -16,9 +16,10 @@ import torch
 from flash_attn_deterministic import flash_attn_varlen_func
 from flash_attn_deterministic.distributed import passes
 from flash_attn_deterministic.distributed.layout import tokens_of
-from flash_attn_deterministic.distributed.passes import Numbers, Rows
+from flash_attn_deterministic.distributed.passes import Rows
 from flash_attn_deterministic.distributed.plan import Shape, plan_of
 from flash_attn_deterministic.distributed.ranks import Ranks
+from flash_attn_deterministic.types import Options
 
 # By the ranks at both ends.
 Mail = dict[tuple[int, int], "queue.Queue[torch.Tensor]"]
@@ -65,13 +66,13 @@ class ThreadRanks:
         return Pending(wait)
 
 
-def over_ranks(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, torch.Tensor]:
+def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> dict[str, torch.Tensor]:
     """Attends packed sequences cut over ranks, forward and backward.
 
     Args:
         tensors: q, k, v and dout, whole: (tokens, heads, head_dim).
         shape: of the call; all tokens are in a sequence.
-        numbers: of the call.
+        options: of the call.
 
     Returns:
         out, softmax_lse, dq, dk and dv, whole.
@@ -92,9 +93,9 @@ def over_ranks(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, to
                 for tensor, index in zip(tensors, (index_q, index_k, index_k, index_q), strict=True)
             )
             plan = plan_of(shape, rank)
-            out, lse = passes.forward(ranks, plan, q, k, v, numbers)
+            out, lse = passes.forward(ranks, plan, q, k, v, options)
             rows = Rows(dout, q, out, lse)
-            found[rank] = (out, lse, *passes.backward(ranks, plan, rows, k, v, numbers))
+            found[rank] = (out, lse, *passes.backward(ranks, plan, rows, k, v, options))
         except Exception as error:
             found[rank] = error
 
@@ -115,7 +116,7 @@ def over_ranks(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, to
     return whole
 
 
-def on_one(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, torch.Tensor]:
+def on_one(tensors: Tensors, shape: Shape, options: Options) -> dict[str, torch.Tensor]:
     """Returns what one call gives, shaped as `over_ranks` has it."""
     *leaves, dout = tensors
     q, k, v = (leaf.detach().requires_grad_() for leaf in leaves)
@@ -132,11 +133,11 @@ def on_one(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, torch.
         *(q, k, v),
         *cu_seqlens,
         *longest,
-        softmax_scale=numbers.softmax_scale,
+        softmax_scale=options.softmax_scale,
         causal=False,
         window_size=(shape.left, shape.right),
-        softcap=numbers.softcap,
-        split_size=numbers.split_size,
+        softcap=options.softcap,
+        split_size=options.split_size,
         return_attn_probs=True,
     )
     gradients = torch.autograd.grad(out, (q, k, v), dout)
