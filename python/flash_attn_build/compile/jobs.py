@@ -11,7 +11,6 @@ from pathlib import Path
 from ..errors import SettingError, exit_status
 
 GIB = 1 << 30
-_GROUP = "sys/fs/cgroup"  # a container sees its own group there
 UNIT_BYTES = 6 * GIB  # the largest translation unit takes 5.1
 
 
@@ -33,20 +32,31 @@ def count(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> in
 
 def _cores(root: Path) -> int:
     cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read(root / _GROUP / "cpu.max").partition(" ")  # or "max <period>"
-    return min(cores, int(quota) // int(period)) if quota.isdigit() else cores
+    for group in _groups(root):
+        quota, _, period = _read(group / "cpu.max").partition(" ")  # or "max <period>"
+        if quota.isdigit():
+            cores = min(cores, int(quota) // int(period))
+    return cores
 
 
 def _memory(root: Path) -> int:
     found = re.search(r"^MemAvailable: +(\d+)", _read(root / "proc/meminfo"), re.MULTILINE)
     left = int(found[1]) * 1024 if found else sys.maxsize
-    group = root / _GROUP
-    limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current")
-    if limit.isdigit() and used:
-        # Cached file pages count as used, but the kernel frees them when memory is needed.
-        cached = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-        left = min(left, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    for group in _groups(root):
+        limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current")
+        if limit.isdigit() and used:
+            # Cached file pages count as used, but the kernel frees them when memory is needed.
+            cached = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+            left = min(left, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     return left
+
+
+def _groups(root: Path) -> list[Path]:
+    """Folders of this process's control group and of those around it."""
+    mount = root / "sys/fs/cgroup"
+    own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    group = mount / (own[1] if own else "")
+    return [group, *(above for above in group.parents if mount in (above, *above.parents))]
 
 
 def _read(path: Path) -> str:

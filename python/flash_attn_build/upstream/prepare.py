@@ -22,7 +22,15 @@ STAMP = ".tree_sha256"
 # its headers opens with the text.
 CUTLASS_LICENCE = "licenses/CUTLASS-LICENSE.txt"
 CUTLASS_HEADER = "cutlass/include/cutlass/cutlass.h"
-_BSD_3_CLAUSE = "SPDX-License-Identifier: BSD-3-Clause"
+_BSD_3_CLAUSE = (
+    "Copyright (c)",
+    "SPDX-License-Identifier: BSD-3-Clause",
+    "Redistributions of source code must retain the above copyright notice",
+    "Redistributions in binary form must reproduce the above copyright notice",
+    "Neither the name of the copyright holder nor",
+    'PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"',
+    "POSSIBILITY OF SUCH DAMAGE",
+)
 
 
 def prepare(
@@ -98,11 +106,12 @@ def cutlass_licence(header: str) -> str:
     # The first and last line are rows of stars.
     lines = [line.strip().removeprefix("*").strip() for line in opening.splitlines()[1:]]
     text = "\n".join(lines).strip(" *\n") + "\n"
-    if _BSD_3_CLAUSE not in text:
-        raise RefusedError(
-            f"{CUTLASS_HEADER}: does not open with the BSD-3-Clause text, it lacks "
-            f"{_BSD_3_CLAUSE!r}; find where CUTLASS now states its licence, and adapt this module"
-        )
+    for phrase in _BSD_3_CLAUSE:
+        if phrase not in " ".join(text.split()):
+            raise RefusedError(
+                f"{CUTLASS_HEADER}: does not open with the BSD-3-Clause text, it lacks {phrase!r}; "
+                "find where CUTLASS now states its licence, and adapt this module"
+            )
     return text
 
 

@@ -52,9 +52,12 @@ def test_cores_and_available_memory_decide(
 
 
 BOX = {
-    "sys/fs/cgroup/memory.max": str(22 * jobs.GIB),
-    "sys/fs/cgroup/memory.current": str(4 * jobs.GIB),
-    "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
+    "proc/self/cgroup": "0::/box/inner\n",
+    "sys/fs/cgroup/box/memory.max": str(22 * jobs.GIB),
+    "sys/fs/cgroup/box/memory.current": str(4 * jobs.GIB),
+    "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
+    "sys/fs/cgroup/box/inner/memory.max": "max",
+    "sys/fs/cgroup/box/inner/memory.current": "1",
 }
 
 
@@ -62,8 +65,8 @@ BOX = {
     ("contents", "expected"),
     [
         (BOX, 3),  # 22 - 4 + 1 GiB
-        (BOX | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
-        ({"sys/fs/cgroup/cpu.max": "max 100000"}, 16),
+        (BOX | {"sys/fs/cgroup/box/cpu.max": "250000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, 16),
     ],
     ids=["memory but for its cache", "cores", "no limit"],
 )
@@ -73,7 +76,13 @@ def test_the_limits_of_a_container_count(
     assert jobs.count({}, system(tmp_path, memory(100) | contents)) == expected
 
 
-def test_command_prints_what_cmake_reads() -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": "3"}
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [("3", 0, "3\n"), ("many", SettingError.exit_code, "error: MAX_JOBS")],
+)
+def test_command(given: str, status: int, said: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": given}
     command = [sys.executable, "-m", "flash_attn_build.compile.jobs"]
-    assert subprocess.check_output(command, text=True, env=environ) == "3\n"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == status
+    assert (done.stdout or done.stderr).startswith(said)

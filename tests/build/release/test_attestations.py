@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flash_attn_build.errors import RefusedError, ToolchainError
+from flash_attn_build.errors import BuildError, RefusedError, ToolchainError
 from flash_attn_build.release import attestations
 
 NONE = 'echo "x No attestations found for subject sha256:0" >&2; exit 1'
@@ -62,6 +62,18 @@ def test_a_wheel_that_did_not_pass(gh: Callable[[str], Path], program: str, mess
     gh(program)
     with pytest.raises(RefusedError, match=message):
         attestations.check_passed(WHEEL, "o/n", "v1")
+
+
+def test_bytes_that_failed_once_are_refused_whatever_tag_they_come_with(
+    gh: Callable[[str], Path],
+) -> None:
+    for program in (NONE, answer("PASSED")):
+        gh(program)
+        attestations.check_never_failed(WHEEL, "o/n")
+    for program in (answer("FAILED"), answer("PASSED", "FAILED"), "exit 1"):
+        gh(program)
+        with pytest.raises(BuildError):
+            attestations.check_never_failed(WHEEL, "o/n")
 
 
 def test_no_gh(monkeypatch: pytest.MonkeyPatch) -> None:

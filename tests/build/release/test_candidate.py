@@ -24,6 +24,7 @@ VALUES: dict[str, object] = {
     "build.defines": ["A=1"],
     "build.environment": {"CXXFLAGS": "-ffast-math"},
     "build.locked": False,
+    "build.compiled_in_this_run": 0,
     "sources.cpp": "0" * 64,
     "deterministic": False,
     "architectures": ["90-real"],
@@ -55,6 +56,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
         lambda m: m["translation_units"].pop(), "1 CUDA translation units for 2 kernels"
     ),
     "another date": (put("build.source_date_epoch", 10**9), "source_date_epoch is not the date in"),
+    "a definition": (put("flags", {"fad_ops cxx": ["-DX"]}), "compiled with '-DX'"),
     "a header of elsewhere": (
         put("flags", {"fad_ops cxx": ["-include", "/opt/evil.h"]}), "'/opt/evil.h', which no CMake"
     ),
@@ -65,6 +67,15 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
 def test_a_wrong_manifest(project: Project, change: Change, expected: str) -> None:
     edit(project.manifest_path, change)
     assert expected in project.problems()
+
+
+def test_a_single_byte_more(project: Project) -> None:
+    with project.wheel.open("ab") as file:
+        file.write(b"\0")
+    found = project.problems()
+    assert "archive: " in found
+    assert "wheel.sha256: expected" in found
+    assert "no complete, passing report" in found
 
 
 def test_a_foreign_name(project: Project) -> None:

@@ -80,7 +80,6 @@ def test_second_call_touches_nothing(
 
 def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
     patches = pin.path.parent / "patches"
-    assert pin.patches == {FIRST: sha256(PATCH.encode())}
     unfit = PATCH.replace("@@ -1,0 +2 @@\n+one and a half\n", "", 1)
     second = f"flash-attn {VERSION}\n--- a/{SOFTMAX}\n+++ b/{SOFTMAX}\n@@ -4 +4 @@\n-THREE\n+3\n"
     refused = RefusedError.exit_code
@@ -201,11 +200,19 @@ def test_hash_prints_what_a_pin_needs(
     assert run(pin, "hash", archive.parent / "none") == ToolchainError.exit_code
 
 
-def test_the_licence_of_cutlass() -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("/****", "// ***", "Copyright"),
+        ("BSD-3-Clause", "Other", "SPDX"),
+        ("Neither", "Any", "Neither the name"),
+    ],
+    ids=["no comment", "other licence", "two clauses"],
+)
+def test_the_licence_of_cutlass(old: str, new: str, words: str) -> None:
     text = cutlass_licence(HEADER)
     assert text.startswith("Copyright (c) 2001 The Sample Authors. All rights reserved.\nSPDX")
     assert text.endswith("POSSIBILITY OF SUCH DAMAGE.\n")
     assert not {"*", "pragma"} & set(text.split())
-    for old, new in (("/****", "// ***"), ("BSD-3-Clause", "Other")):
-        with pytest.raises(RefusedError, match=r"cutlass\.h: does not open with the BSD-3-Clause"):
-            cutlass_licence(HEADER.replace(old, new))
+    with pytest.raises(RefusedError, match=f"it lacks .{words}"):
+        cutlass_licence(HEADER.replace(old, new))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def test_nothing_half_written_stays(
     with pytest.raises(expected):
         find_archive(pin, {"FLASH_ATTENTION_CACHE": str(tmp_path / "cache")})
     assert tree_of(tmp_path / "cache") == {}
+
+
+def test_concurrent_builds_share_a_cache(pin: Pin, tmp_path: Path, network: Fetcher) -> None:
+    environ = {"FLASH_ATTENTION_CACHE": str(tmp_path / "cache")}
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(find_archive, pin, environ) for _ in range(16)]
+    assert {run.result().read_bytes() for run in runs} == {network.archive.read_bytes()}
+    assert len(tree_of(tmp_path / "cache")) == 1
 
 
 @pytest.mark.build
