@@ -28,6 +28,8 @@ SHAPES = [
     Shape("backward", 1, 64, 2, 2, 32),
     Shape("step", 1, 64, 2, 1, 32, causal=True),
     Shape("forward", 3, 40, 2, 1, 32, causal=True, lengths=(7, 40, 1)),
+    Shape("forward", 2, 40, 2, 1, 32, causal=True, lengths=(17, 40), page_size=16),
+    Shape("decode", 2, 40, 2, 1, 32, causal=True, seqlen_q=5, lengths=(17, 40), page_size=16),
     Shape("forward", 1, 64, 2, 1, 32, causal=True, feature="alibi"),
     Shape("backward", 1, 64, 2, 1, 32, causal=True, feature="softcap"),
     Shape("forward", 1, 64, 2, 1, 32, causal=True, window=9),
@@ -61,7 +63,7 @@ def test_flops_count_visible_pairs(shape: Shape) -> None:
     left, right = shape.limits
     pairs = 0
     for length in shape.lengths or [shape.seqlen] * shape.batch:
-        queries = length if shape.lengths else shape.queries
+        queries = shape.seqlen_q or (1 if shape.kind == "decode" else length)
         for row in range(queries):
             own_key = row + length - queries
             pairs += sum(

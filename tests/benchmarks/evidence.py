@@ -3,8 +3,8 @@
     python -m tests.benchmarks.evidence run --wheel dist/*.whl --out evidence --baseline LIBRARY
     python -m tests.benchmarks.evidence install evidence
 
-`--seconds 550` on two GPUs takes, by the limits of the steps: verification, usual shapes, backward,
-decode and host on one; tests, examples, planted faults and conformance on the other; then ranks.
+`--seconds 550` on two GPUs takes, by the limits of the steps: verification, usual shapes, servers'
+and decode on one; tests, examples, planted faults and conformance on the other; then ranks.
 `run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests run
 on the other, and then what needs both. A step that fails or takes too long is recorded as such, its
 processes are killed, and the next one runs. `install` refuses results of other kernels than the
@@ -68,13 +68,14 @@ STEPS = (
     Step("verification", "times", 300, f"{_OURS} verify --wheel {{wheel}} --out {{out}}",
          ("verification.json",)),
     _bench("usual", 90, ""),
-    _bench("backward", 50, "--budget-ms 150"),
-    _bench("decode", 40, "--budget-ms 150"),
+    _bench("servers", 80, "--budget-ms 150"),
+    _bench("decode", 50, "--budget-ms 150"),
+    _bench("peers-backward", 120, "--budget-ms 100"),
+    _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
          ("host.json",)),
     _bench("forward", 60, "--budget-ms 120"),
-    _bench("peers-forward", 140, "--budget-ms 40"),
-    _bench("peers-backward", 140, "--budget-ms 60"),
+    _bench("backward", 50, "--budget-ms 150"),
     Step("scoreboard", "times", 300, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 15 "
          "--attention sdpa-flash,sdpa-cudnn,fa3,fa3-one-split-served --out {out}",
          ("scoreboard.json", "scoreboard.svg")),

@@ -220,8 +220,9 @@ def _means(results: Results, *, name: str) -> str:
 
 
 _SIDES = {
-    "peers-forward": {"FA4": "fa4", "FA3": "fa3-one-split", "cuDNN": "sdpa-cudnn"},
-    "peers-backward": {"FA4": "fa4-deterministic", "FA3": "fa3-deterministic",
+    "peers-forward": {"FA2": "sdpa-flash", "FA3": "fa3-one-split", "FA4": "fa4",
+                      "cuDNN": "sdpa-cudnn"},
+    "peers-backward": {"FA2": "sdpa-flash", "FA3": "fa3-deterministic", "FA4": "fa4-deterministic",
                        "cuDNN": "sdpa-cudnn"},
 }  # fmt: skip
 
@@ -232,20 +233,17 @@ def _by_head_dim(results: Results) -> str:
     for head_dim in KERNEL_HEAD_DIMS:
         row = [str(head_dim)]
         for study, sides in _SIDES.items():
-            way = study.rpartition("-")[2]
-            fa2 = "flash_attn" if way == "forward" else "flash_attn-deterministic"
-            group = f"D{head_dim}"
-            row += [_pair(results[way]["summary"].get(group, {}).get(fa2))]
-            row += [_pair(results[study]["summary"].get(group, {}).get(n)) for n in sides.values()]
+            own = results[study]["summary"].get(f"D{head_dim}", {}) if study in results else {}
+            row += [_pair(own.get(name)) for name in sides.values()]
         rows.append(row)
-    names = ["FA2", *_SIDES["peers-forward"]]
+    names = list(_SIDES["peers-forward"])
     header = ["head dim", *(f"forward: {n}" for n in names), *(f"backward: {n}" for n in names)]
     words = (
-        "Our time over theirs, geometric mean (worst) of the shapes that they can run; FA3 with "
-        "one split, backwards in their deterministic modes (cuDNN has none). Shapes beside FA2 are "
-        "others than those beside the rest."
+        "Our time over theirs, geometric mean (worst) of drawn shapes that they can run; padded "
+        "head dims count with the next one. FA2: torch's flash backend; FA3: one split. Backwards "
+        "of FA3 and FA4 are their deterministic ones; torch's two have no such mode."
     )
-    return table(results["forward"], header, rows, words)
+    return table(results["peers-forward"], header, rows, words)
 
 
 def _host(results: Results) -> str:
@@ -344,7 +342,7 @@ _STUDIES = (
     "forward",
     "backward",
     "decode",
-    "decode-fa3",
+    "servers",
     "peers-forward",
     "peers-backward",
     "usual",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -42,19 +43,27 @@ class Packed:
     max_seqlen_k: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: str) -> Packed:
-        """Returns that of sequences whose q and k have the same lengths."""
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        return cls(starts, starts, max(lengths), max(lengths))
+    def of(cls, seqlens_q: Sequence[int], seqlens_k: Sequence[int], device: str) -> Packed:
+        """Returns that of sequences of these lengths."""
+        starts_q, starts_k = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
+            for each in (seqlens_q, seqlens_k)
+        )
+        return cls(starts_q, starts_k, max(seqlens_q), max(seqlens_k))
 
     @property
     def batch(self) -> int:
         """Returns the number of sequences."""
         return len(self.cu_seqlens_q) - 1
 
+    @functools.cached_property
+    def seqused_k(self) -> Tensor:
+        """Returns the keys of each sequence, (batch,) int32, for calls that want lengths."""
+        return self.cu_seqlens_k.diff()
+
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments that FlashAttention's functions have for it."""
-        return dict(vars(self))
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)

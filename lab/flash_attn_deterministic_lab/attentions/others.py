@@ -99,9 +99,10 @@ def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Callable[[
                 given["softmax_scale"] = scale
             if packed is not None:
                 given |= packed.arguments()
-            if "page_table" in given and packed is not None:  # it wants lengths beside pages
-                given.pop("max_seqlen_k")
-                given["seqused_k"] = given.pop("cu_seqlens_k").diff()
+            if packed is not None and "page_table" in given:  # it wants lengths beside pages
+                for name in ("max_seqlen_k", "cu_seqlens_k"):
+                    given.pop(name)
+                given["seqused_k"] = packed.seqused_k
             if window is not None:
                 given |= {"window_size_left": window[0], "window_size_right": window[1]}
             given |= {"num_splits": num_splits, "deterministic": deterministic}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .problem import FEATURES, Shape
@@ -36,8 +37,7 @@ def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
 
 
 _MASKS = (False, True)
-_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-_WIDE = (64, 96, 128, 192, 256)  # that others have kernels for
+KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
 _FEATURE_HEADS = ((32, 32, 64), (32, 8, 128))
 SIXTEEN = ragged(16, 256, 8192)
 SIXTY_FOUR = ragged(64, 1, 8192)
@@ -84,7 +84,7 @@ def _training(kind: str) -> Iterator[Case]:
     for sizes in ((4, 2048, 32, 32, 64), (2, 16_384, 16, 16, 128), (8, 4096, 32, 8, 128),
                   (8, 4096, 32, 1, 128), (64, 512, 32, 8, 128)):  # fmt: skip
         yield Case("dense", Shape(kind, *sizes, causal=True))
-    for case in _dense(kind, [(256, 128, 16), (64, 512, 16), (32, 1024, 16)], _HEAD_DIMS):
+    for case in _dense(kind, [(256, 128, 16), (64, 512, 16), (32, 1024, 16)], KERNEL_HEAD_DIMS):
         if case.shape.causal or case.shape.head_dim in (64, 128):
             yield case
     for feature, (nheads, nheads_k, dim) in itertools.product(FEATURES[1:], _FEATURE_HEADS):
@@ -99,99 +99,88 @@ def _training(kind: str) -> Iterator[Case]:
         yield from _packed(kind, SIXTY_FOUR, [(32, 8, 128), (16, 16, 128), (32, 32, 64)])
 
 
-def _decode() -> Iterator[Case]:
-    """Decode of one and of several queries, and from pages."""
-    # batch, seqlen_q, seqlen, nheads, nheads_k, head_dim, page size
-    for batch, queries, seqlen, nheads, nheads_k, head_dim, page in (
-        (1, 1, 4096, 32, 8, 128, 0), (8, 1, 4096, 32, 8, 128, 0), (64, 1, 4096, 32, 8, 128, 0),
-        (1, 1, 32_768, 32, 8, 128, 0), (8, 1, 32_768, 32, 8, 128, 0),
-        (64, 1, 16_384, 32, 8, 128, 0), (1, 1, 131_072, 32, 8, 128, 0),
-        (256, 1, 2048, 32, 8, 128, 0), (8, 1, 8192, 32, 1, 128, 0), (64, 1, 8192, 32, 1, 128, 0),
-        (8, 1, 8192, 32, 8, 64, 0), (64, 1, 4096, 32, 8, 64, 0), (16, 1, 4096, 16, 2, 256, 0),
-        (3, 1, 777, 40, 8, 128, 0), (1, 1, 100_000, 8, 1, 128, 0), (64, 1, 4096, 64, 8, 128, 0),
-        (17, 1, 9000, 32, 8, 128, 0), (128, 1, 1500, 16, 16, 64, 0), (4, 1, 8192, 64, 2, 128, 0),
-        (8, 5, 4096, 32, 8, 128, 0), (32, 2, 8192, 32, 8, 128, 0), (4, 16, 32_768, 32, 8, 128, 0),
-        (1, 4, 8192, 32, 8, 128, 0), (2, 5, 4096, 32, 8, 128, 0), (4, 5, 4096, 32, 8, 128, 0),
-        (8, 5, 4096, 32, 8, 64, 0), (8, 1, 3000, 32, 8, 128, 16), (1, 1, 20_000, 32, 8, 128, 256),
-        (32, 1, 6000, 32, 8, 128, 16), (64, 1, 2000, 28, 4, 128, 64),
-    ):  # fmt: skip
-        group = "pages" if page else "one query" if queries == 1 else "several queries"
-        sizes = (batch, seqlen, nheads, nheads_k, head_dim)
-        shape = Shape("decode", *sizes, causal=True, page_size=page)
-        yield Case(group, replace(shape, seqlen_q=queries if queries > 1 else 0))
+def _decode(draw: random.Random) -> Iterator[Case]:
+    """Decode of one query, of a few that are verified at once, and from pages."""
+    for group in _turns(36, "one query", "several queries", "pages"):
+        yield _fitting(lambda group=group: Case(group, Shape(  # type: ignore[misc]
+            "decode", _between(draw, 1, 256), _between(draw, 1000, 131_072), *_heads(draw), True,
+            seqlen_q=draw.randint(2, 16) if group == "several queries" else 1,
+            page_size=draw.choice((16, 64)) if group == "pages" else 0,
+        )))  # fmt: skip
 
 
-def _peers_forward() -> Iterator[Case]:
-    """Prefill beside the fastest kernels for Hopper."""
-    kind = "forward"
-    yield from _dense(kind, [(32, 512, 16), (4, 4096, 16), (1, 16_384, 16)], _WIDE)
-    yield from _dense(kind, [(8, 4096, 32), (16, 1024, 16), (2, 16_384, 16)], (64, 128))
-    yield Case("dense", Shape(kind, 3, 5000, 24, 24, 128, True))
-    yield from _grouped(kind, ((64, 512), (8, 2048), (8, 4096), (2, 16_384)))
-    yield from _packed(kind, SIXTEEN, [(16, 16, head_dim) for head_dim in _WIDE])
-    yield from _packed(kind, SIXTY_FOUR, [(32, 8, 128), (16, 16, 128), (32, 32, 64)])
-    yield from _windows(kind, (128, 256, 512, 1024, 2048, 4096), (2, 16_384, 32, 8, 128))
-    yield from _windows(kind, (128, 1024, 4096), (2, 16_384, 16, 16, 64))
-    for head_dim in (96, 128, 192, 256):
-        yield from _windows(kind, (1024,), (4, 4096, 16, 16, head_dim))
-    for queries in (512, 2048):
-        for batch, seqlen, head_dim in (
-            (1, 8192, 128), (1, 16_384, 128), (1, 32_768, 128), (1, 65_536, 128),
-            (1, 131_072, 128), (4, 32_768, 128), (1, 32_768, 64),
-        ):  # fmt: skip
-            shape = Shape(kind, batch, seqlen, 32, 8, head_dim, True, seqlen_q=queries)
-            yield Case("chunk", shape)
-    # Image tokens to 77 tokens of text, speech, and text to long documents.
-    for batch, queries, seqlen, nheads, head_dim in (
-        (16, 1024, 77, 20, 64), (16, 4096, 77, 10, 64), (16, 448, 1500, 20, 64),
-        (8, 512, 4096, 16, 128),
-    ):  # fmt: skip
-        shape = Shape(kind, batch, seqlen, nheads, nheads, head_dim, seqlen_q=queries)
-        yield Case("cross attention", shape)
-    for batch, seqlen, nheads, head_dim in (
-        (64, 577, 16, 64), (64, 197, 12, 64), (256, 257, 16, 64), (32, 729, 16, 72),
-        (16, 1025, 16, 80),
-    ):  # fmt: skip
-        yield Case("ViT", Shape(kind, batch, seqlen, nheads, nheads, head_dim))
-    for case in _dense(kind, [(1, 65_536, 4)], _WIDE):  # last, for their time
-        yield replace(case, group="dense, 65,536 tokens")
+def _servers(draw: random.Random) -> Iterator[Case]:
+    """Ragged batches as servers call them: queries packed, keys in pages."""
+
+    def case(group: str) -> Case:
+        longest = _between(draw, 1000, 131_072)
+        lengths = tuple(draw.randint(longest // 2, longest) for _ in range(_between(draw, 1, 256)))
+        queries = {"prefill": 0, "chunk": 2 ** draw.randint(8, 11), "one query": 1}
+        shape = Shape(
+            "forward" if group in ("prefill", "chunk") else "decode",
+            len(lengths), max(lengths), *_heads(draw), True,
+            seqlen_q=queries.get(group, draw.randint(2, 8)), lengths=lengths,
+            page_size=draw.choice((16, 64)),
+        )  # fmt: skip
+        few = shape.batch * shape.nheads_k < 64 and min(lengths) >= 8000
+        return Case(f"{group}, few long" if few and shape.kind == "decode" else group, shape)
+
+    for group in _turns(60, "prefill", "one query", "chunk", "one query", "several queries"):
+        yield _fitting(lambda group=group: case(group))  # type: ignore[misc]
 
 
-def _peers_backward() -> Iterator[Case]:
-    """The backward beside the fastest kernels for Hopper."""
-    kind = "backward"
-    yield Case("training step", Shape("step", 8, 4096, 32, 8, 128, True))
-    # From 4 heads of all sequences to 256.
-    yield from _dense(kind, [(16, 512, 16), (4, 4096, 16), (1, 16_384, 16)], (64, 96, 128))
-    yield from _dense(kind, [(8, 4096, 32), (1, 8192, 4)], (64, 128))
-    for batch, seqlen, nheads, head_dim in (
-        (3, 5000, 24, 128), (2, 16_384, 16, 64), (32, 512, 16, 64)
-    ):  # fmt: skip
-        yield Case("dense", Shape(kind, batch, seqlen, nheads, nheads, head_dim, True))
-    yield from _grouped(kind, ((8, 512), (8, 4096), (2, 16_384)))
-    yield from _packed(kind, SIXTEEN, [(16, 16, head_dim) for head_dim in (64, 96, 128)])
-    yield from _packed(kind, SIXTY_FOUR, [(32, 8, 128)])
-    yield from _windows(kind, (128, 1024, 4096), (2, 16_384, 32, 8, 128))
-    yield from _windows(kind, (1024,), (4, 4096, 16, 16, 64))
-    for case in _dense(kind, [(4, 4096, 16)], (192, 256)):
-        yield replace(case, group="head dims 192, 256")
-    for case in _dense(kind, [(1, 65_536, 4)], (64, 96, 128)):
-        yield replace(case, group="dense, 65,536 tokens")
+def _peers(kind: str, draw: random.Random) -> Iterator[Case]:
+    """Prefill or training: each head dim, padded ones too, from 128 to 131,072 tokens."""
+
+    def case(group: str) -> Case:
+        longest, batch = _between(draw, 128, 131_072), _between(draw, 1, 128)
+        nheads_k = 2 ** draw.randint(0, 5)
+        nheads = nheads_k * (1 if group == "dense" else 2 ** draw.randint(group == "GQA", 4))
+        shape = Shape(
+            kind, batch, longest, nheads, nheads_k, draw.choice((32, 64, 64, 128, 128, 128, 96, 192,
+            256, 8 * draw.randint(4, 32))), draw.random() < 0.7,
+        )  # fmt: skip
+        if group == "packed":
+            lengths = tuple(draw.randint(longest // 8 + 1, longest) for _ in range(batch))
+            shape = replace(shape, seqlen=max(lengths), lengths=lengths)
+        if group == "window":
+            shape = replace(shape, causal=True, window=_between(draw, 128, 4096))
+        if group == "chunk":
+            queries = 2 ** draw.randint(8, 12)
+            shape = replace(shape, causal=True, seqlen=longest + queries, seqlen_q=queries)
+        return Case(group, shape)
+
+    groups = ["dense", "GQA", "packed", "dense", "window", *["chunk"] * (kind == "forward")]
+    for group in _turns(48, *groups):
+        yield _fitting(lambda group=group: case(group))  # type: ignore[misc]
 
 
-def _grouped(kind: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Case]:
-    for (batch, seqlen), causal in itertools.product(tuple(sizes), _MASKS):
-        yield Case("GQA", Shape(kind, batch, seqlen, 32, 8, 128, causal))
-    for causal in _MASKS:
-        yield Case("GQA", Shape(kind, 8, 4096, 32, 8, 64, causal))
-    yield Case("GQA", Shape(kind, 1, 65_536, 8, 2, 128, True))
+def _turns(count: int, *groups: str) -> Iterator[str]:
+    """Yields groups in turns: a run that ends early has some of each."""
+    return itertools.islice(itertools.cycle(groups), count)
 
 
-def _windows(
-    kind: str, windows: Iterable[int], sizes: tuple[int, int, int, int, int]
-) -> Iterator[Case]:
-    for window in windows:
-        yield Case("window", Shape(kind, *sizes, causal=True, window=window))
+def _between(draw: random.Random, least: int, most: int) -> int:
+    """Draws a number whose logarithm is uniform."""
+    return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+
+def _heads(draw: random.Random) -> tuple[int, int, int]:
+    """Draws query heads, key heads and a head dim, of models that are served."""
+    models = ((32, 8), (32, 8), (64, 8), (40, 8), (28, 4), (16, 16), (32, 1), (8, 1), (64, 2))
+    return (*draw.choice(models), draw.choice((64, 128, 128, 256)))
+
+
+def _fitting(case: Callable[[], Case]) -> Case:
+    """Draws until a shape neither takes 60 ms of a GPU, or its memory, nor leaves it idle."""
+    while True:
+        found = case()
+        shape = found.shape
+        rows = sum(queries for queries, _ in shape.pairs_of_lengths) * shape.nheads * shape.head_dim
+        fits = shape.kv_bytes <= 2**32 and rows <= 2**30 and shape.flops <= 4e13
+        busy = shape.flops >= 2e10 and 4 <= shape.batch * shape.nheads <= 512
+        if fits and (shape.kind == "decode" or busy):
+            return found
 
 
 _TORCH = ("sdpa-cudnn", "sdpa-flash")
@@ -204,12 +193,16 @@ STUDIES = {
     "backward": Study("backward beside FlashAttention-2", _BACKWARD,
                       ("ours-atomics", "flash_attn", "flash_attn-deterministic", "sdpa-flash")),
     "decode": Study("decode, by CUDA graphs over caches larger than the L2 cache",
-                    tuple(_decode()), ("flash_attn", "fa3", "fa3-one-split", "read")),
+                    tuple(_decode(random.Random(1))),
+                    ("flash_attn", "fa3", "fa3-one-split", "read")),
+    "servers": Study("ragged batches in pages, as servers call them",
+                     tuple(_servers(random.Random(2))), ("fa3-one-split", "fa3")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",
-                           tuple(_peers_forward()), ("fa4", "fa3-one-split", "fa3", *_TORCH),
+                           tuple(_peers("forward", random.Random(3))),
+                           ("fa4", "fa3-one-split", "fa3", *_TORCH),
                            ("fa4", "fa3-one-split", "fa3", "sdpa-cudnn")),
     "peers-backward": Study("backward beside the fastest kernels for Hopper",
-                            tuple(_peers_backward()),
+                            tuple(_peers("backward", random.Random(4))),
                             ("ours-atomics", "fa4-deterministic", "fa3-deterministic", "fa3",
                              *_TORCH),
                             ("fa4-deterministic", "fa3-deterministic", "sdpa-cudnn")),

@@ -16,7 +16,7 @@ from ..attentions import Attention
 from ..attentions.named import first_line
 from ..errors import UnavailableError
 from ..shared.timing import capture, on_cpu, peak_memory, rotation, summary, within
-from .cases import Study
+from .cases import KERNEL_HEAD_DIMS, Study
 from .compare import compare
 from .problem import Problem, Shape
 
@@ -182,7 +182,8 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
     """Sums up our time over others'.
 
     Returns:
-        By group ("all", those of the cases, and "D128" for a head dim), then by attention (and
+        By group ("all", those of the cases, and "D128" for head dims that run its kernels, padded
+        ones too), then by attention (and
         "best": the fastest rival of a case): geometric `mean`, `worst` and its case, `cases`.
     """
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
@@ -190,7 +191,8 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
         over = {name: round(1 / ratio, 4) for name, ratio in case["ratio"].items() if ratio != 1}
         rivals = [over[name] for name in study.rivals if name in over]
         over |= {"best": max(rivals)} if rivals else {}
-        for group in dict.fromkeys(("all", case["group"], f"D{case['head_dim']}")):
+        head_dim = next(dim for dim in KERNEL_HEAD_DIMS if dim >= case["head_dim"])
+        for group in dict.fromkeys(("all", case["group"], f"D{head_dim}")):
             for name, ratio in over.items():
                 found.setdefault(group, {}).setdefault(name, []).append((ratio, case["name"]))
     return {

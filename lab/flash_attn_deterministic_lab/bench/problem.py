@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +30,17 @@ class Shape:
     dtype: str = "bf16"  # of DTYPES
     seqlen_q: int = 0  # queries of a sequence; 0: as many as keys, in a decode one
     window: int = -1  # keys before its own that a query sees, in a causal shape; -1: all
-    lengths: tuple[int, ...] = ()  # of packed sequences; empty: dense
+    lengths: tuple[int, ...] = ()  # keys of packed sequences; empty: dense
     feature: str = ""  # of FEATURES
-    page_size: int = 0  # tokens of a page, of a decode; 0: keys and values in one piece
+    # Tokens of a page; 0: keys and values in one piece. Packed sequences in pages: as in servers.
+    page_size: int = 0
 
     @property
     def name(self) -> str:
         """Returns e.g. "decode B8 L4096 H32/8 D128 bf16"."""
-        if self.lengths:
-            length = f"L{min(self.lengths)}..{self.seqlen}"
-        else:
-            length = f"Lq{self.seqlen_q} Lk{self.seqlen}" if self.seqlen_q else f"L{self.seqlen}"
+        shortest = min(self.lengths, default=self.seqlen)
+        keys = f"{shortest}..{self.seqlen}" if self.lengths else str(self.seqlen)
+        length = f"Lq{self.seqlen_q} Lk{keys}" if self.seqlen_q else f"L{keys}"
         heads = f"H{self.nheads}" + (f"/{self.nheads_k}" if self.nheads_k != self.nheads else "")
         words = [self.kind, f"B{self.batch}", length, heads, f"D{self.head_dim}"]
         words += ["causal"] * self.causal + [f"window {self.window}"] * (self.window >= 0)
@@ -48,9 +49,10 @@ class Shape:
         return " ".join([*words, self.dtype])
 
     @property
-    def queries(self) -> int:
-        """Returns the queries of a sequence."""
-        return self.seqlen_q or (1 if self.kind == "decode" else self.seqlen)
+    def pairs_of_lengths(self) -> list[tuple[int, int]]:
+        """Returns the queries and keys of each sequence."""
+        queries = self.seqlen_q or int(self.kind == "decode")
+        return [(queries or keys, keys) for keys in self.lengths or [self.seqlen] * self.batch]
 
     @property
     def backward(self) -> bool:
@@ -60,7 +62,8 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Returns the size of keys and values."""
-        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
+        tokens = sum(self.lengths) or self.batch * self.seqlen
+        return 4 * tokens * self.nheads_k * self.head_dim
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -72,10 +75,7 @@ class Shape:
     def flops(self) -> int:
         """Returns the floating-point operations of the matrix products on visible keys."""
         products = {"backward": 5, "step": 7}.get(self.kind, 2)
-        pairs = sum(
-            _visible(self.queries if not self.lengths else length, length, *self.limits)
-            for length in self.lengths or [self.seqlen] * self.batch
-        )
+        pairs = sum(_visible(*lengths, *self.limits) for lengths in self.pairs_of_lengths)
         return 2 * products * self.nheads * self.head_dim * pairs
 
 
@@ -92,7 +92,7 @@ class Problem:
     """A shape with random tensors."""
 
     shape: Shape  # what to time
-    # (batch, queries, nheads, head_dim), or packed (total_q, nheads, head_dim)
+    # (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim)
     q: torch.Tensor = field(repr=False)
     # (batch, seqlen, nheads_k, head_dim), packed (total_k, nheads_k, head_dim), or pages
     k: torch.Tensor = field(repr=False)
@@ -105,13 +105,15 @@ class Problem:
         """Draws the tensors; the same ones for a seed."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(seqlen: int, nheads: int) -> torch.Tensor:
-            rows = (sum(shape.lengths),) if shape.lengths else (shape.batch, seqlen)
+        def normal(seqlens: Sequence[int], nheads: int, packed: bool) -> torch.Tensor:
+            rows = (sum(seqlens),) if packed else (shape.batch, max(seqlens))
             drawn = torch.randn((*rows, nheads, shape.head_dim), generator=generator, device=device)
             return drawn.to(DTYPES[shape.dtype])
 
-        q, dout = (normal(shape.queries, shape.nheads) for _ in range(2))
-        k, v = (normal(shape.seqlen, shape.nheads_k) for _ in range(2))
+        seqlens_q, seqlens_k = zip(*shape.pairs_of_lengths, strict=True)
+        packed = bool(shape.lengths)
+        q, dout = (normal(seqlens_q, shape.nheads, packed) for _ in range(2))
+        k, v = (normal(seqlens_k, shape.nheads_k, packed and not shape.page_size) for _ in range(2))
         options: dict[str, Any] = {"causal": shape.causal}
         if shape.limits[0] >= 0:
             options["window"] = shape.limits
@@ -121,10 +123,11 @@ class Problem:
             options["dropout_p"] = _DROPOUT
         if shape.feature == "alibi":
             options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, shape.nheads, device=device)
-        if shape.lengths:
-            options["packed"] = Packed.of(shape.lengths, device)
+        if packed:
+            options["packed"] = Packed.of(seqlens_q, seqlens_k, device)
         if shape.page_size:
             k, v, options["block_table"] = _paged(k, v, shape.page_size, generator)
+        if shape.page_size and not packed:
             options["seqlens_k"] = torch.full(
                 (shape.batch,), shape.seqlen, dtype=torch.int32, device=device
             )

@@ -143,7 +143,7 @@ def test_packed_sequences(
     shape = (1, sum(LENGTHS), 8, head_dim)
     q, k, v = (t[0] for t in make_qkv(shape, nheads_k=nheads_k, dtype=DTYPES[dtype]))
     dout = make_qkv(shape, dtype=DTYPES[dtype], seed=1)[0][0]
-    packed = Packed.of(LENGTHS, "cuda")
+    packed = Packed.of(LENGTHS, LENGTHS, "cuda")
     out, lse = baseline.forward(q, k, v, causal=causal, packed=packed)
     eps = torch.finfo(DTYPES[dtype]).eps
     for deterministic in (False, True):
