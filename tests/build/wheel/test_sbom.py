@@ -9,6 +9,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
+from cyclonedx.model.bom import Bom
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from flash_attn_build.compile import toolchain
@@ -51,7 +52,17 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
     assert describe() == describe()
     assert json.loads(describe())["metadata"]["timestamp"] == "2023-11-14T22:13:20+00:00"
     other = {**fake_wheel.INFO["upstream"], "sha256": "e0" * 32}
-    assert len({describe(), describe(archive.date_of(9)), describe(upstream=other)}) == 3
+    bills = [describe(), describe(archive.date_of(9)), describe(upstream=other)]
+    assert len({json.loads(bill)["serialNumber"] for bill in bills}) == 3
+
+
+def test_a_reader_of_bills_finds_every_component_below_the_wheel() -> None:
+    bill = Bom.from_json(json.loads(describe()))  # type: ignore[attr-defined]
+    bill.validate()  # every reference of the graph is that of a component
+    below = {each.ref: {one.ref for one in each.dependencies} for each in bill.dependencies}
+    assert below[bill.metadata.component.bom_ref] == {each.bom_ref for each in bill.components}
+    (upstream,) = (each.bom_ref for each in bill.components if each.name == "flash-attn")
+    assert [each.value for each in below[upstream]] == ["pkg:github/nvidia/cutlass@v4.0.0"]
 
 
 def test_a_release_of_upstream_that_nobody_looked_at() -> None:
