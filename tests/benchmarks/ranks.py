@@ -8,6 +8,7 @@ the memory suffices), and with --peers F.scaled_dot_product_attention within tor
 context_parallel, one after another in one process group. A time is the largest over the ranks of
 each rank's median. Beside them: what the model of the planner says, the memory that a rank takes at
 its peak beyond inputs, the host's time for a call, and whether all bits are those of one GPU.
+The file is written after each time, what matters most first: "unfinished" is the case in work.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ class Shape:
 
 
 SHAPES = (
-    *(Shape(seqlen) for seqlen in (16_384, 32_768, 65_536, 131_072)),
-    Shape(65_536, nheads=16, nheads_k=16, head_dim=64),
+    *(Shape(65_536), Shape(32_768)),
     Shape(65_536, window=4096),
+    Shape(65_536, nheads=16, nheads_k=16, head_dim=64),
+    *(Shape(131_072), Shape(16_384)),
     Shape(131_072, window=4096),
     Shape(16_384, batch=8),
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs all cases; rank 0 writes after each."""
+    """Runs all cases; rank 0 writes after each time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
@@ -89,12 +91,19 @@ def main(argv: list[str] | None = None) -> int:
             "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
             "ranks": dist.get_world_size(),
             "cases": [],
+            "unfinished": None,
         }
-        for shape in [Shape(seqlen) for seqlen in arguments.lengths or ()] or SHAPES:
-            case = Case(shape, arguments.device, arguments.repeats)
-            record["cases"].append(case.measured(arguments.peers))
+
+        def write(unfinished: dict[str, Any] | None) -> None:
+            record["unfinished"] = unfinished
             if dist.get_rank() == 0:
                 write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
+
+        for shape in [Shape(seqlen) for seqlen in arguments.lengths or ()] or SHAPES:
+            case = Case(shape, arguments.device, arguments.repeats)
+            record["cases"].append(case.measured(arguments.peers, write))
+            write(None)
+            if dist.get_rank() == 0:
                 print(record["cases"][-1], flush=True)
     finally:
         dist.destroy_process_group()
@@ -114,25 +123,34 @@ class Case:
         self._shape, self._device, self._repeats = shape, device, repeats
         self._ranks = dist.get_world_size()
 
-    def measured(self, peers: bool = False) -> dict[str, Any]:
-        """Returns seconds, bytes, and what follows of them."""
+    def measured(
+        self, peers: bool = False, write: Callable[[dict[str, Any]], None] = lambda found: None
+    ) -> dict[str, Any]:
+        """Returns seconds, bytes, and what follows of them.
+
+        Args:
+            peers: whether to time torch's context_parallel too.
+            write: gets what has been found, after each time.
+        """
         found: dict[str, Any] = {
             "shape": vars(self._shape) | {},
             "seconds": {},
             "peak_bytes": {},
             "refused": {},
+            "model": self._modelled(),
         }
         mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
         sides: dict[str, tuple[Attend, bool, Context]] = {}
         over: Any = functools.partial(distributed.flash_attn_func, **mask, **CUT)
         sides["planned"] = (over, True, nullcontext)
-        for degree in range(1, self._ranks + 1):
-            if self._ranks % degree == 0 and self._shape.nheads_k % degree == 0:
-                divided = functools.partial(over, ulysses_degree=degree)
-                sides[f"heads over {degree}"] = (divided, True, nullcontext)
         one: Any = functools.partial(flash_attn_func, **mask)
         if self._shape.seqlen <= ONE_GPU_UP_TO:
             sides["one"] = (one, False, nullcontext)
+        for degree in range(1, self._ranks + 1):
+            is_planned = degree == found["model"]["degree"]
+            if not (is_planned or self._ranks % degree or self._shape.nheads_k % degree):
+                divided = functools.partial(over, ulysses_degree=degree)
+                sides[f"heads over {degree}"] = (divided, True, nullcontext)
         if peers and self._device == "cuda" and self._shape.window < 0:
             mesh = init_device_mesh("cuda", (self._ranks,))
             sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
@@ -146,8 +164,8 @@ class Case:
                 if attend is not sdpa and not isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
                 found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
+            write(found)
         seconds = found["seconds"]
-        found["model"] = self._modelled()
         for key, name, times in (("efficiency", "one", self._ranks), ("over_peer", "peer", 1)):
             other = seconds.get("context_parallel" if name == "peer" else name, {})
             found[key] = {
@@ -219,12 +237,12 @@ class Case:
             times = {
                 name: self._median(run) for name, run in (("forward", forward), ("both", both))
             }
-            times |= {"host": self._host(forward), "host_both": self._host(both)}
+            times |= {"host": self._host(forward, times), "host_both": self._host(both, times)}
         peak = torch.cuda.max_memory_allocated() - before if self._device == "cuda" else 0
         return times, peak
 
     def _median(self, run: Callable[[], None]) -> float:
-        seconds = []
+        seconds: list[float] = []
         for _ in range(self._repeats + 2):
             dist.barrier()
             self._synchronize()
@@ -236,10 +254,10 @@ class Case:
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return float(longest)
 
-    def _host(self, run: Callable[[], None]) -> float:
+    def _host(self, run: Callable[[], None], times: dict[str, float]) -> float:
         """Returns the seconds that the host takes to start a call, while the GPU is busy."""
         seconds = []
-        for number in range(12):
+        for number in range(12 if times["both"] < 0.05 else 4):  # the same number on all ranks
             if number % 4 == 0:  # the queue of a GPU holds about a thousand launches
                 self._synchronize()
             begin = time.perf_counter()
