@@ -34,11 +34,9 @@ class Report:
     path: Path
     content: Mapping[str, Any] = field(repr=False)  # empty if it is not laid out as in the schema
     problems: tuple[str, ...] = ()
-
-    @property
-    def sha256(self) -> str:
-        """The sha256 of the wheel that the report is of; "" if it names none."""
-        return str(self.content["wheel"]["sha256"] or "") if self.content else ""
+    # What it says of itself, as far as it can be read: another layout hides no failure.
+    sha256: str = ""  # of the wheel that it is of
+    status: str = ""
 
     @property
     def where(self) -> str:
@@ -68,14 +66,17 @@ def read_report(path: Path, root: Path) -> Report:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         return Report(path, {}, (f"is unreadable ({error})",))
+    said = content if isinstance(content, dict) else {}
+    wheel = said["wheel"] if isinstance(said.get("wheel"), dict) else {}
+    names = (str(wheel.get("sha256") or ""), str(said.get("status")))
     errors = sorted(Draft202012Validator(schema).iter_errors(content), key=lambda e: e.json_path)
     if errors:
         found = tuple(f"{error.json_path}: {error.message[:200]}" for error in errors[:3])
-        return Report(path, {}, found)
+        return Report(path, {}, found, *names)
     if content["digest"] == digest(content):
-        return Report(path, content)
-    said = "was changed after it was written: its digest is not that of its content"
-    return Report(path, content, (said,))
+        return Report(path, content, (), *names)
+    changed = "was changed after it was written: its digest is not that of its content"
+    return Report(path, content, (changed,), *names)
 
 
 def proof_problems(
@@ -131,8 +132,8 @@ def failures(report: Report, sha256: str) -> list[str]:
     """What failed in a run of these bytes: it stands against them, whatever passes later."""
     if report.sha256 != sha256:
         return []
-    found = [*state_problems(report.content)]
-    if report.content["status"] == "failed":
+    found = [*state_problems(report.content)] if report.content else []
+    if report.status == "failed":
         found.append("its status is 'failed'")
     tests = read_gpu_tests(report.path.with_name(GPU_TESTS), sha256)[1]
     return [*found, *(problem for problem in tests if ": failed: " in problem)]

@@ -152,10 +152,10 @@ def test_the_first_error(said: str, expected: list[str]) -> None:
 
 
 def test_what_a_command_prints_is_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    early, late = "[2 of 9, 01:59, about 05:00 left] x", "[3 of 9, 02:00, about 05:00 left] y"
+    early, late = "[2 of 9, 02:59, about 05:00 left] x", "[3 of 9, 03:00, about 05:00 left] y"
     command = ["sh", "-c", f"echo '{early}'; echo '{late}' >&2; exit 3"]
     assert build.run_group(command, os.environ) == (3, [early, late])
-    assert capfd.readouterr().out == f"[2 of 9, 01:59] x\n{late}\n"
+    assert capfd.readouterr().out == f"[2 of 9, 02:59] x\n{late}\n"
 
 
 def test_the_date_is_that_of_the_last_commit(tmp_path: Path) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import release_samples
+from fake_wheel import VERSION
 from flash_attn_build.files import ROOT
 from flash_attn_build.release.candidate import read_candidate
 from flash_attn_build.release.gate import find_runs, find_wheels, gpu_test_modules, judge
 from flash_attn_build.release.report import digest, proof_problems, read_report, runs_on
+from flash_attn_build.release.tree import problems
 from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.contract.checks import CHECKS
 from release_samples import OTHER_WHEEL, POLICY, TAG, Change, Project, edit, put, sections
@@ -36,77 +35,6 @@ def rows(**states: str) -> Change:
     return lambda report: report.update(sections=sections(**states))
 
 
-def in_row(**numbers: int) -> Change:
-    """Changes the first row of the contract."""
-    return lambda report: report["sections"][1]["data"]["checks"][0].update(numbers)
-
-
-# Below the fields that `test_no_part_of_a_report_can_be_exchanged` exchanges.
-VALUES: dict[str, object] = {
-    "status": "incomplete",
-    "wheel.sha256": "0" * 64,
-    "wheel.filename": "x.whl",
-    "installed.matches_wheel": None,
-    "pins.upstream.version": "2.8.2",
-    "pins.patches": [],
-    "build.cuda_toolkit": "12.4.131",
-    "build.bits_version": 9,
-}
-REPORTS: dict[str, tuple[Change, str]] = {
-    **{path: (put(path, value), f"{path}: expected ") for path, value in VALUES.items()},
-    "a section failed": (rows(contract="failed"), "section contract: failed"),
-    "a section not run": (rows(decode="not-run"), "section decode: not-run"),
-    "a section left out": (lambda r: r["sections"].pop(), "$.sections: [{"),
-    "a section more": (lambda r: r["sections"].append({"id": "x"}), "$.sections: "),
-    "a section twice": (
-        lambda r: r["sections"].insert(0, r["sections"][1]), "$.sections[0].id: 'environment' was"
-    ),
-    "a row failed": (rows(paged="failed"), "contract, paged: failed"),
-    "a row that did not apply": (rows(heads="not-applicable"), "contract, heads: not-applicable"),
-    "a row twice": (
-        lambda r: (c := r["sections"][1]["data"]["checks"]).insert(0, {**c[0], "status": "failed"}),
-        "contract, run-to-run: failed",
-    ),
-    "a row left out": (
-        lambda r: r["sections"][1]["data"]["checks"].pop(), "contract, golden: missing"
-    ),
-    "a row without a case": (in_row(cases=0), "contract, run-to-run: error: passed without a case"),
-    "a row with failed cases": (in_row(failed=3), "contract, run-to-run: failed: 3 cases"),
-    "rows left out": (lambda r: r["sections"][1].update(data={}), "'checks' is a required"),
-    "schema": (lambda r: r.pop("status"), "'status' is a required property"),
-    "architecture": (put("architectures.ran", ["sm_80"]), "sm_90: no complete, "),
-    "family": (put("architectures.ran", ["sm_90"]), "sm_90a: no complete, "),
-    "architecture not held": (
-        put("architectures.ran", ["sm_90", "sm_90a", "sm_90b"]),
-        "says that sm_90b ran, which the wheel does not hold",
-    ),
-    "unverified architecture not named": (
-        put("architectures.unverified", []),
-        "sm_80: unverified, but 1/verification.json does not say so",
-    ),
-    "A100": (
-        put("environment.compute_capability", "8.0"),
-        "says that sm_90 ran on a GPU of compute capability 8.0",
-    ),
-    "A100 that says 9.0": (
-        put("environment.gpu", "NVIDIA A100"), "ran sm_90 on 'NVIDIA A100', which is none of NVIDIA"
-    ),
-    "no capability": (put("environment.compute_capability", None), "capability None"),
-    "kernels": (
-        put("build.missing_kernels", [{"direction": "bwd", "dtype": "bf16", "head_dim": 64}]),
-        "says that the wheel lacks kernels",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "expected"), REPORTS.values(), ids=REPORTS)
-def test_a_report_that_is_no_proof(project: Project, change: Change, expected: str) -> None:
-    edit(project.report_path, change, sign=True)
-    found = project.problems()
-    assert expected in found
-    assert "no complete, passing report" in found or "does not say so" in expected
-
-
 def test_every_reason_is_told_at_once(project: Project) -> None:
     edit(project.report_path, lambda r: r.update(quick=True, complete=False))
     project.git("tag", "--delete", TAG)
@@ -118,30 +46,6 @@ def test_every_reason_is_told_at_once(project: Project) -> None:
     assert "sm_90: no complete, passing report for sha256" in project.problems()
 
 
-SECOND: dict[str, tuple[dict[str, Any], str]] = {
-    "failed": ({"status": "failed"}, "2/verification.json: status: expected 'passed'"),
-    # Cut short: neither the report nor the section says that it failed.
-    "a row failed": (
-        {"complete": False, "status": "incomplete", "sections": sections(chunk="failed")},
-        "2/verification.json: contract, chunk: failed",
-    ),
-    "a row ended in an error": (
-        {"sections": sections(chunk="error")}, "2/verification.json: contract, chunk: error"
-    ),
-    "quick": ({"quick": True}, ""),
-    "of another wheel": ({"wheel": OTHER_WHEEL, "status": "failed"}, ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "expected"), SECOND.values(), ids=SECOND)
-def test_what_failed_is_not_undone_by_another_report(
-    project: Project, changes: dict[str, Any], expected: str
-) -> None:
-    project.add_report(**changes)
-    found = project.problems()
-    assert expected in found if expected else found == ""
-
-
 @pytest.mark.parametrize("state", ["failed", "error"])
 def test_a_row_that_the_policy_does_not_name_may_not_fail(project: Project, state: str) -> None:
     named = tuple(name for name in POLICY.required_checks if name != "dropout")
@@ -149,33 +53,6 @@ def test_a_row_that_the_policy_does_not_name_may_not_fail(project: Project, stat
     assert project.problems() == ""
     edit(project.report_path, rows(dropout=state), sign=True)
     assert f"contract, dropout: {state}" in project.problems()
-
-
-DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
-    "edited": (lambda text: text.replace("true", "false", 1), "was changed"),
-    "truncated": (lambda text: text[: len(text) // 2], "is unreadable"),
-    "nested": (lambda text: "[" * 99_999, "is unreadable"),
-    "emptied": (lambda text: "{}", "$: 'schema_version' is a required property"),
-    "a list": (lambda text: "[]", "$: [] is not of type 'object'"),
-    "without its digest": (lambda text: text.replace('"digest"', '"other"'), "'other' was unexp"),
-    "other bytes": (
-        lambda text: re.sub('"sha256": "[0-9a-f]{8}', '"sha256": "00000000', text, count=1),
-        "was changed",
-    ),
-}
-
-
-@pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_report_beside_a_passing_one_blocks(
-    project: Project, damage: Callable[[str], str], expected: str
-) -> None:
-    """It may have been of these bytes, and failed."""
-    second = project.add_report()
-    assert project.problems() == ""
-    second.write_text(damage(second.read_text()))
-    found = project.problems()
-    assert "2/verification.json: " in found
-    assert expected in found
 
 
 def test_a_run_that_left_no_report_or_a_link_blocks(project: Project, tmp_path: Path) -> None:
@@ -206,59 +83,6 @@ def test_where_attestations_are_asked_for_no_other_report_may_lie_around(project
     assert judge(*arguments)[1] == []
     (problem,) = judge(*arguments, allow_other_reports=False)[1]
     assert problem == "2/verification.json: is of no wheel of this release"
-
-
-POLICIES: dict[str, tuple[dict[str, Any], str]] = {
-    "another toolkit": (
-        {"wheels": {"x86_64": "12.4.131"}},
-        "made with CUDA 13.0.88, but the policy wants 12.4.131 for x86_64",
-    ),
-    "an architecture that it does not know": (
-        {"unverified_architectures": {}},
-        "sm_80: unverified, and the release policy does not allow",
-    ),
-    "an architecture that the wheel lacks": (
-        {"required_architectures": {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}},
-        "sm_100: the wheel holds no machine code for it",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "expected"), POLICIES.values(), ids=POLICIES)
-def test_what_the_policy_wants(project: Project, changes: dict[str, Any], expected: str) -> None:
-    project.policy = replace(project.policy, **changes)
-    assert expected in project.problems()
-
-
-def test_an_unverified_architecture_that_the_readme_does_not_name(project: Project) -> None:
-    readme = project.root / "README.md"
-    readme.write_text(readme.read_text().replace("sm_80", "others"))
-    assert "sm_80: unverified, but README.md does not name it" in project.problems()
-
-
-PTX: dict[str, tuple[Change, str]] = {
-    "cut short": (lambda r: r.update(complete=False), "complete: expected True"),
-    "other PTX": (put("architectures.ran_as_ptx", []), "did not run compute_80 as PTX"),
-    "nothing checked": (lambda r: r.update(sections=[]), "$.sections: [] "),
-    "accuracy": (rows(accuracy="not-run"), "section accuracy: not-run"),
-    "a row left out": (rows(paged="not-run"), "contract, paged: not-run"),
-    "another section": (rows(forward="failed"), "section forward: failed"),
-    "other patches": (put("pins.patches", []), "pins.patches: expected"),
-    "other sources": (put("build.sources.cpp", "0" * 64), "build.sources.cpp: expected"),
-    "another toolkit": (put("build.cuda_toolkit", "12.4.131"), "build.cuda_toolkit: expected"),
-    "machine code beside it": (
-        put("build.architectures", ["80-virtual", "90-real"]), "build.architectures: expected"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "expected"), PTX.values(), ids=PTX)
-def test_a_run_of_ptx_that_does_not_stand_in(
-    project: Project, change: Change, expected: str
-) -> None:
-    edit(project.ptx_path, change, sign=True)
-    project.tag()
-    assert f"sm_80: docs/results/verification-compute_80.json: {expected}" in project.problems()
 
 
 def test_a_run_of_ptx_that_stands_in(project: Project) -> None:
@@ -330,3 +154,26 @@ def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None
     assert set(found["ran"]) == set(POLICY.required_architectures)
     assert set(found["unverified"]) == set(POLICY.unverified_architectures)
     assert all(POLICY.required_architectures.values())
+
+
+def told(project: Project) -> str:
+    return "\n".join(problems(project.root, VERSION))
+
+
+def test_the_tag_that_runs_is_the_versions(project: Project) -> None:
+    """A second tag of the same commit does not verify the same version again."""
+    project.git("tag", "v9")
+    assert project.problems(TAG) == ""
+    assert f"the release is of tag v9, but the wheel is of {TAG}" in project.problems("v9")
+
+
+def test_another_tag_or_none(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.git("tag", "v0.0.2")
+    project.git("tag", "--delete", TAG)
+    assert f"is not tagged {TAG}: it has v0.0.2" in told(project)
+    project.git("commit", "--quiet", "--allow-empty", "-m", "later")
+    assert f"is not tagged {TAG}: it has no tag" in told(project)
+    shutil.rmtree(project.root / ".git")
+    assert told(project).startswith("tree: git does not know what is checked out")
+    monkeypatch.setenv("PATH", str(project.dist))
+    assert told(project).startswith("tree: git does not know what is checked out")
