@@ -103,6 +103,14 @@ def test_a_long_sequence_equals_one_gpu(tmp_path: Path) -> None:
 
 
 @several
+def test_calls_on_several_streams() -> None:
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.gpu.ranks.streams", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "same bits"
+
+
+@several
 def test_training_has_the_bits_of_one_gpu() -> None:
     script = ROOT / "examples" / "train_over_ranks.py"
     done = subprocess.run(
