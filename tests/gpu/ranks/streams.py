@@ -33,6 +33,7 @@ ROUNDS = 6
 def main(device: str) -> bool:
     """Returns whether all bits on all ranks are those of one device."""
     rounds, scale = (ROUNDS, 1) if device == "cuda" else (1, 64)
+    cuda: Any = torch.cuda
     whole: Any = flash_attn_varlen_func
     over: Any = distributed.flash_attn_varlen_func
     calls = []
@@ -45,14 +46,14 @@ def main(device: str) -> bool:
             for heads in (8, nheads_k, nheads_k, 8)
         ]
         args = cu_seqlens, cu_seqlens, starts[-1], starts[-1]
-        cut = {"order": order, "cu_seqlens": cu_seqlens}
+        cut: dict[str, Any] = {"order": order, "cu_seqlens": cu_seqlens}
         expected = [distributed.shard(one, 0, **cut) for one in _both(whole, tensors, args)]
         parts = [distributed.shard(one, 0, **cut) for one in tensors]
         calls.append((parts, args, {"order": order, "ulysses_degree": degree}, expected))
     streams: list[Any] = [contextlib.nullcontext()] * 3
     if device == "cuda":
-        torch.cuda.synchronize()
-        streams = [torch.cuda.stream(torch.cuda.Stream()) for _ in range(3)]
+        cuda.synchronize()
+        streams = [cuda.stream(cuda.Stream()) for _ in range(3)]
     found = []
     # The streams of a call change from round to round.
     for number, (call, stream) in enumerate(
@@ -62,7 +63,7 @@ def main(device: str) -> bool:
         with stream:
             # On one rank the GPU is late.
             if device == "cuda" and dist.get_rank() == number % dist.get_world_size():
-                torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call, unused-ignore]
+                cuda._sleep(2_000_000)
             results = _both(over, parts, args, **options)
             pairs = zip(results, expected, strict=True)
             found.append(
@@ -70,7 +71,7 @@ def main(device: str) -> bool:
             )
             del results
     if device == "cuda":
-        torch.cuda.synchronize()
+        cuda.synchronize()
     differing = torch.stack(found).sum()
     dist.all_reduce(differing)
     return int(differing) == 0
