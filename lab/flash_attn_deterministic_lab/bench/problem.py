@@ -81,10 +81,19 @@ class Shape:
 
 def _visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
     """Returns the pairs of a query and a key that it sees."""
-    own = torch.arange(seqlen_q) + seqlen_k - seqlen_q  # the key in a query's own place
-    last = (own + right if right >= 0 else own + seqlen_k).clamp(max=seqlen_k - 1)
-    first = (own - left).clamp(min=0) if left >= 0 else torch.zeros_like(own)
-    return int((last - first + 1).clamp(min=0).sum())
+
+    def until(limit: int) -> int:
+        """Returns the keys of all queries up to `limit` after their own: a sum of a ramp."""
+
+        def ramp(last: int) -> int:
+            inside = min(max(last, 0), seqlen_k)
+            return inside * (inside + 1) // 2 + max(last - seqlen_k, 0) * seqlen_k
+
+        first = seqlen_k - seqlen_q + limit + 1  # keys of the first query
+        return ramp(first + seqlen_q - 1) - ramp(first - 1)
+
+    hidden = until(-left - 1) if left >= 0 else 0
+    return until(right if right >= 0 else seqlen_q + seqlen_k) - hidden
 
 
 @dataclass(frozen=True)
