@@ -345,7 +345,6 @@ _STUDIES = (
     "servers",
     "peers-forward",
     "peers-backward",
-    "usual",
 )
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {

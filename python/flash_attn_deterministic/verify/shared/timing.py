@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -101,6 +102,7 @@ def _event() -> torch.cuda.Event:
 def peak_memory(call: Callable[[], object]) -> int:
     """Returns the most bytes that a call had allocated at once, its results included."""
     call()  # what is allocated once, such as cuBLAS's workspace, does not count
+    gc.collect()  # garbage that is freed within the call would hide what it allocates
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
