@@ -3,8 +3,8 @@
     python -m tests.benchmarks.evidence run --wheel dist/*.whl --out evidence --baseline LIBRARY
     python -m tests.benchmarks.evidence install evidence
 
-`--seconds 550` on two GPUs takes, by the limits of the steps: verification, servers'
-calls, decode and peers on one; tests, examples, planted faults and conformance on the other; then ranks.
+`--seconds 550` on two GPUs takes, by the limits of the steps: verification, servers' calls and
+decode on one; tests, examples, planted faults and conformance on the other; then ranks.
 `run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests run
 on the other, and then what needs both. A step that fails or takes too long is recorded as such, its
 processes are killed, and the next one runs. `install` refuses results of other kernels than the
