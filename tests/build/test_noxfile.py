@@ -173,6 +173,37 @@ def test_torch_is_the_one_for_cpus_where_there_is_one(
     assert installs(session) == ["torch_requires", *locks]
 
 
+def test_newest_takes_what_pyproject_allows_instead_of_the_locks(
+    sessions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "NEWEST", True)
+    session = Session()
+    sessions.install(session, "torch", "nox")
+    sessions.install_wheel(session, Path("a.whl"))
+    expected = [("--no-deps", "torch"), sessions.groups("nox"), ("a.whl",)]
+    assert session.commands == [("install", *words) for words in expected]
+    assert "==" not in sessions.groups("nox")[0]
+
+
+@pytest.mark.parametrize("missing", ["", "cp311-manylinux_aarch64"])
+def test_a_release_is_a_wheel_of_each_cuda_for_each_machine(
+    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Without a container engine the plan is all that is checked."""
+    monkeypatch.setattr(noxfile, "_runs", lambda engine: False)
+    session = Session()
+
+    def plan(*words: str, **_: Any) -> str:
+        arch = words[words.index("--archs") + 1]
+        found = [f"{python}-manylinux_{arch}" for python in ("cp312", "cp311")]
+        return "\n".join(each for each in found if each != missing)
+
+    session.run = plan  # type: ignore[method-assign]
+    expected = r"expected one wheel of each CUDA for aarch64" if missing else r"is not built: no"
+    with pytest.raises(Stopped if missing else Skipped, match=expected):
+        noxfile.release_wheels(session)
+
+
 def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
     sessions: ModuleType, tmp_path: Path
 ) -> None:

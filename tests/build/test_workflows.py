@@ -107,6 +107,14 @@ def test_the_script_and_the_workflow_run_the_same() -> None:
     assert set(re.findall(r"`(\w+)`", line)) == run
 
 
+def test_the_newest_of_everything_is_tried_every_week_and_stops_nobody() -> None:
+    for name in ("newest", "wheels"):
+        assert set(WORKFLOWS[name][True]) == {"schedule", "workflow_dispatch"}  # "on" reads as true
+    (job,) = WORKFLOWS["newest"]["jobs"].values()
+    assert job["steps"][-1]["env"] == {"NEWEST": 1}
+    assert sessions_of(job) >= {"test", "verify_dev"}
+
+
 def test_every_action_is_pinned_by_one_commit() -> None:
     pins: dict[str, str] = {}
     for where, uses in USES:

@@ -41,6 +41,19 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
     assert left == {*kept, "lib.so", build_folder.STAMP}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CXX", "g++ -ffast-math -DX"), ("CXX", "ccache g++ -O0"), ("CXXFLAGS", "-DX"),
+     ("NVCC_APPEND_FLAGS", "-G"), ("CMAKE_ARGS", "-DA=1"), ("LD_PRELOAD", "/opt/evil.so"),
+     ("SKBUILD_CMAKE_DEFINE", "A=1"), ("CUDAHOSTCXX", "g++"), ("CPATH", "/opt"),
+     ("ZIG_LIB_DIR", "/")],
+)  # fmt: skip
+def test_flags_of_the_environment_are_recorded(name: str, value: str) -> None:
+    harmless = {"CC": "ccache gcc-13", "CUDACXX": "/cuda/bin/nvcc", "CFLAGS": " ", "PATH": "-x",
+                "CMAKE_BUILD_PARALLEL_LEVEL": "2"}  # fmt: skip
+    assert build_folder.influences({**harmless, name: value}) == {name: value}
+
+
 PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(x LANGUAGES CXX)
