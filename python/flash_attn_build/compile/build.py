@@ -29,8 +29,8 @@ from . import build_folder, debian_cuda, jobs, manifest, toolchain
 FIXED_EPOCH = "1764547200"
 _ERROR = re.compile("FAILED: |CMake Error|error: ")
 _STEP = re.compile(r"\[\d+ of |ninja: |-- |\*\*\* ")  # what Ninja and CMake go on with
-# Before two large units have ended, Ninja does not know how many run at once. (At 02:59 of 25:55,
-# on two cores, it was 63 % off, from 03:12 on at most 16 %.)
+# Before two large units have ended, Ninja does not know how many run at once. (On two cores it was
+# 63 % off at 02:59 of 25:55, from 03:12 on at most 16 %.)
 _EARLY = re.compile(r"(?<=, 0[0-2]:\d\d), about [^]]+ left")
 _BACKEND = (
     "import json, os, sys; from scikit_build_core.build import build_wheel; "
@@ -150,6 +150,8 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
         options.append(f"--toolchain=cmake/{request.arch}.cmake")
         environ = {**environ, "_PYTHON_HOST_PLATFORM": f"linux-{request.arch}"}
     settings = {"build-dir": str(request.build_dir), "cmake.args": ";".join(options)}
+    # The linker has stripped the library; each machine's `strip` would lay it out in its own way.
+    settings["install.strip"] = "false"
     settings |= {f"cmake.define.{k}": v for k, _, v in (d.partition("=") for d in request.defines)}
     command = [sys.executable, "-c", _BACKEND, str(files.ROOT), str(destination)]
     status, lines = run_group([*command, json.dumps(settings)], environ)

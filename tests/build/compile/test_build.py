@@ -90,6 +90,7 @@ def test_puts_wheel_and_manifest_into_dist(
     assert backend.settings == {
         "build-dir": str(request_.build_dir),
         "cmake.args": "--preset=dev",
+        "install.strip": "false",
         "cmake.define.A": "1;2",
         "cmake.define.B": "x",
     }

@@ -115,6 +115,25 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path, packages: Path) -> N
         toolchain.find({"CUDACXX": str(nvcc)}, packages)
 
 
+def test_the_hash_of_a_toolkit_is_that_of_what_decides_on_gpu_code(
+    tmp_path: Path, packages: Path
+) -> None:
+    nvcc = toolkit(tmp_path / "cuda")
+    found = toolchain.find({"CUDACXX": str(nvcc)}, packages)
+    hashes = [toolchain.toolkit_sha256(found)]
+    decides = ("cudafe++", "fatbinary", "nvlink", "ptxas", "nvcc.profile")
+    for name in (
+        *(f"bin/{each}" for each in decides), "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
+        "include/cuda_fp16.h", "include/crt/math_functions.hpp",
+    ):  # fmt: skip
+        script(tmp_path / "cuda" / name, "")
+        hashes.append(toolchain.toolkit_sha256(found))
+    assert len({*hashes}) == len(hashes)
+    for name in ("bin/cuobjdump", "lib/libcudart_static.a", "include/curand.h"):
+        script(tmp_path / "cuda" / name, "")
+    assert toolchain.toolkit_sha256(found) == hashes[-1]
+
+
 def test_something_that_is_no_nvcc(tmp_path: Path, packages: Path) -> None:
     path = script(tmp_path / "bin" / "nvcc", "echo hello\n")
     with pytest.raises(ToolchainError, match="names no version"):

@@ -263,8 +263,11 @@ WHEELS: dict[str, tuple[Attack, str]] = {
     "a local header": (
         with_bytes(lambda d: d.replace(b"/py.typed", b"/evil.pth", 1)), "archive: cannot be read"
     ),
-    "compressed": (
+    "a local header of a compressed file": (
         with_bytes(lambda d: d.replace(b"PK\3\4\24\0\0\0\0", b"PK\3\4\24\0\0\0\10")), "archive: "
+    ),
+    "compressed": (
+        recorded(compress_type=zipfile.ZIP_DEFLATED), "archive: holds compressed files; the build"
     ),
 }  # fmt: skip
 TREES: dict[str, tuple[Attack, str]] = {
