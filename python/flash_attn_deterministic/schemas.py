@@ -171,17 +171,18 @@ def forward_call(
 ) -> Call:
     """Lays out a forward; without lengths a dense one."""
     packed = len(inputs) == 2
-    numbers = options[:-1] if packed else (*options[:-1], learnable_sink)
+    sink = () if packed else (learnable_sink,)
     if alibi_slopes is not None:
         alibi_slopes = _detached(alibi_slopes)
     arguments: tuple[Any, ...]
     if lengths is None:
         op = "qkvpacked_fwd" if packed else "fwd"
-        arguments = *inputs, alibi_slopes, rng_state, *numbers
+        arguments = *inputs, alibi_slopes, rng_state, *options[:-1], *sink
     else:
         op = "varlen_qkvpacked_fwd" if packed else "varlen_fwd"
-        where = plain(*lengths[:2], *(() if packed else lengths[4:]))
-        arguments = *inputs, *where, alibi_slopes, rng_state, *lengths[2:4], *numbers
+        where = plain(lengths[:2] if packed else lengths[:2] + lengths[4:])
+        random = alibi_slopes, rng_state
+        arguments = *inputs, *where, *random, *lengths[2:4], *options[:-1], *sink
     return op + WITH_RESIDUAL if with_residual else op, arguments
 
 
@@ -199,9 +200,9 @@ def backward_call(
 ) -> Call:
     """Lays out the backward of `forward_call`; with sums, one that returns those of dk and dv."""
     op = ("" if lengths is None else "varlen_") + ("qkvpacked_bwd" if len(inputs) == 2 else "bwd")
-    starts = () if lengths is None else plain(*lengths[:2])
+    starts = () if lengths is None else plain(lengths[:2])
     longest = () if lengths is None else lengths[2:4]
-    random = *plain(alibi_slopes), rng_state
+    random = *plain((alibi_slopes,)), rng_state
     numbers = *options[:5], options.deterministic_bwd
     arguments = dout, *inputs, out, softmax_lse, *starts, *random, *longest, *numbers, None, dlse
     return f"{op}_sums" if sums else op, arguments
@@ -217,21 +218,23 @@ def cache_call(
     """Lays out a call on a cache; tensors are those from q to block_table."""
     if alibi_slopes is not None:
         alibi_slopes = _detached(alibi_slopes)
-    where = *tensors[:5], *plain(*tensors[5:]), alibi_slopes
     # Its numbers have no dropout_p and no deterministic_bwd, and one more.
     numbers = *options[1:5], rotary_interleaved, *options[5:7]
-    return "kvcache_fwd", (*where, *numbers, learnable_sink)
+    where = plain(tensors[5:])
+    return "kvcache_fwd", (*tensors[:5], *where, alibi_slopes, *numbers, learnable_sink)
 
 
 def _detached(alibi_slopes: Any) -> Any:
-    if isinstance(alibi_slopes, torch.Tensor):
-        (alibi_slopes,) = plain(alibi_slopes.detach())
+    if isinstance(alibi_slopes, Tensor):
+        (alibi_slopes,) = plain((alibi_slopes.detach(),))
     return alibi_slopes
 
 
-def plain(*tensors: Any) -> list[Any]:
+def plain(tensors: tuple[Any, ...]) -> list[Any]:
     """Returns small tensors as the ops take them, contiguous; what they refuse, as it is."""
+    strided = torch.strided
     return [
-        x.contiguous() if isinstance(x, torch.Tensor) and x.layout is torch.strided else x
+        # None first: most are, and isinstance takes the host longer.
+        x if x is None or not isinstance(x, Tensor) or x.layout is not strided else x.contiguous()
         for x in tensors
     ]

@@ -155,7 +155,7 @@ def prepare(
     arguments of `resolve_options` after dropout_p.
     """
     head_dim, options = resolve_options(tensors[0], 0.0, *given)
-    if isinstance(learnable_sink, torch.Tensor):
+    if learnable_sink is not None and isinstance(learnable_sink, torch.Tensor):
         learnable_sink = as_sink(learnable_sink.detach())
     call = cache_call(tensors, options, rotary_interleaved, alibi_slopes, learnable_sink)
     seqlens = tensors[5]
