@@ -4,7 +4,7 @@
 
 The driver compiles PTX only where a library holds no machine code for its GPU. The PTX stays to the
 byte. A fat binary without any, of kernels for one generation alone, gets that of another one, so
-that it can be loaded; FLASH_ATTENTION_FAMILY=sm80 has none of these kernels called.
+that it can be loaded; `verify` sets FLASH_ATTENTION_FAMILY=sm80, so that none of these is called.
 """
 
 from __future__ import annotations

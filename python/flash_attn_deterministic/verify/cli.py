@@ -142,6 +142,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
+    from ..build_info import build_info
     from . import environment, installed, outcome, progress, tasks
     from . import run as runs
     from .shared.commands import sigterm_interrupts
@@ -153,11 +154,12 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     device, quick = arguments.device, arguments.quick
     options = tasks.Options(device, quick)
     settings = runs.Settings(device, quick, arguments.out, wheel, found)
+    needed = environment.needed_settings(build_info())
     run = runs.Run(settings, tasks.list_tasks(device, quick, tasks.holds(device)))
     bar = progress.Progress(len(run.tasks), sys.stderr)
     with sigterm_interrupts():
         try:
-            with Supervisor(options) as supervisor:
+            with Supervisor(options, settings=needed) as supervisor:
                 run.execute(supervisor, bar)
         except KeyboardInterrupt:
             bar.close()

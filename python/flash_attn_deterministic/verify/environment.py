@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..architectures import Architecture, parse
@@ -21,13 +21,23 @@ _SETTINGS = ("FA2_", "FLASH_ATTENTION_")
 
 
 @contextlib.contextmanager
-def without_settings() -> Iterator[None]:
-    """Within the block, the environment has no variable that the package reads."""
+def without_settings(needed: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Within the block, the environment has no variable that the package reads but the needed."""
     own = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_SETTINGS)}
+    os.environ.update(needed or {})
     try:
         yield
     finally:
+        for name in needed or {}:
+            del os.environ[name]
         os.environ.update(own)
+
+
+def needed_settings(info: BuildInfo) -> dict[str, str]:
+    """Returns variables without which a wheel does not run: one of PTX alone, which is made of a
+    release's, has the places of Hopper's kernels, and nothing in them."""
+    hopper = any(one.family == "sm90" for one in info.instances)
+    return {} if hopper else {"FLASH_ATTENTION_FAMILY": "sm80"}
 
 
 def architectures(

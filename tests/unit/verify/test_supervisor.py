@@ -7,9 +7,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flash_attn_deterministic.build_info import Instance, build_info
+from flash_attn_deterministic.verify.environment import needed_settings
 from flash_attn_deterministic.verify.supervisor import Supervisor
 from flash_attn_deterministic.verify.tasks import Options
 
@@ -117,3 +120,15 @@ def test_the_users_settings_do_not_reach_the_checks(
         monkeypatch.setenv(name, "sm80")
     assert supervisor.run("contract", "good", nothing)["data"]["settings"] == []
     assert os.environ["FLASH_ATTENTION_FAMILY"] == "sm80"
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_a_wheel_without_hoppers_kernels_runs_the_others(
+    family: str, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASH_ATTENTION_FAMILY", raising=False)
+    info = replace(build_info(), instances=(Instance("fwd", "bf16", 64, family),))
+    supervisor._settings = needed_settings(info)
+    found = supervisor.run("contract", "good", nothing)["data"]["settings"]
+    assert found == ["FLASH_ATTENTION_FAMILY"] * (family == "sm80")
+    assert "FLASH_ATTENTION_FAMILY" not in os.environ
