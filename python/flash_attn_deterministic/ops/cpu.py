@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checks.ops import validate
-from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, argument_names, unpacked
+from ..schemas import BACKWARD, FORWARD, SUMS, WITH_RESIDUAL, argument_names, unpacked
 
 # The reference's function of each op, with the same argument names. Packed tensors are split first.
 _FUNCTIONS = {
@@ -23,18 +23,15 @@ _FUNCTIONS = {
 
 def register(library: Any) -> None:
     """Registers the CPU implementations."""
-    for name in (*FORWARD, *BACKWARD):
-        library.impl(name, _kernel(name, _attention), "CPU")
-    library.impl("varlen_bwd_sums", _kernel("varlen_bwd_sums", _sums), "CPU")
-    library.impl("sink_bwd", _kernel("sink_bwd", _sink), "CPU")
-    library.impl("finish_key_sums", _kernel("finish_key_sums", _finish_key_sums), "CPU")
+    for name in (*FORWARD, *BACKWARD, *SUMS):
+        library.impl(name, _kernel(name), "CPU")
 
 
-def _kernel(name: str, compute: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[..., Any]:
     def checked(*values: Any) -> Any:
         validate(name, values, read_values=True)
         # torch omits trailing arguments that have their default value.
-        return compute(name, dict(zip(argument_names(name), values, strict=False)))
+        return _compute(name, dict(zip(argument_names(name), values, strict=False)))
 
     def run(*values: Any) -> Any:
         if "torch._dynamo" not in sys.modules:  # its import takes seconds
@@ -47,10 +44,20 @@ def _kernel(name: str, compute: Callable[[str, dict[str, Any]], Any]) -> Callabl
     return run
 
 
-def _attention(name: str, given: dict[str, Any]) -> Any:
+def _compute(name: str, given: dict[str, Any]) -> Any:
     # Imported here, to keep the package's import short.
     from .. import reference
 
+    if name == "finish_key_sums":
+        sums = given["dk_sums"], given["dv_sums"]
+        return reference.finish_key_sums(sums, given["k"], given["softmax_scale"])
+    if "out" in given:
+        given["out"] = reference.restored(given["out"], given.pop("residual", None))
+    if name == "sink_bwd":
+        given.pop("max_seqlen_q")
+        return reference.sink_backward(**given)
+    if name == "varlen_bwd_sums":
+        return reference.varlen_attention_backward(**_renamed(given), unrounded=True)
     plain, arguments = unpacked(name, given)
     function = getattr(reference, _FUNCTIONS[plain])
     if name.endswith(WITH_RESIDUAL):
@@ -64,38 +71,13 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     return dq, torch.stack((dk, dv), -3)
 
 
-def _sums(name: str, given: dict[str, Any]) -> Any:
-    from .. import reference
-
-    return reference.varlen_attention_backward(**_renamed(given), unrounded=True)
-
-
-def _sink(name: str, given: dict[str, Any]) -> Any:
-    from .. import reference
-
-    given.pop("max_seqlen_q")
-    given["out"] = reference.restored(given["out"], given.pop("residual", None))
-    return reference.sink_backward(**given)
-
-
-def _finish_key_sums(name: str, given: dict[str, Any]) -> Any:
-    from .. import reference
-
-    sums = given["dk_sums"], given["dv_sums"]
-    return reference.finish_key_sums(sums, given["k"], given["softmax_scale"])
-
-
 def _renamed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns an op's arguments as the reference takes them."""
-    from .. import reference
-
     arguments["window"] = (arguments.pop("window_left"), arguments.pop("window_right"))
     # The reference has one order of additions in the backward, and only the split tree in the
     # forward: without `deterministic` it has one split.
     arguments.pop("deterministic_bwd", None)
+    arguments.pop("residual", None)  # in out
     if not arguments.pop("deterministic") and "split_size" in arguments:
         arguments["split_size"] = 0
-    if "out" in arguments:
-        out, residual = arguments["out"], arguments.pop("residual", None)
-        arguments["out"] = reference.restored(out, residual)
     return arguments

@@ -266,7 +266,7 @@ def finish_key_sums(sums: KeyGradients, k: torch.Tensor, softmax_scale: float) -
 
     They may be for any keys; k has the dtype of the gradients.
     """
-    return finish(Walk.of(k, softmax_scale), sums, k.dtype)
+    return finish(Walk.of(k, softmax_scale=softmax_scale), sums, k.dtype)
 
 
 def with_residual(

@@ -42,9 +42,9 @@ def _rows(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             part = _block(tile, part, q, range(start, min(start + walk.block_n, last)))
         state = part if state is None else merge_state(state, part, walk.scale_log2, walk.formats)
     state = empty if state is None else state
-    if walk.sinks is not None:
+    if walk.learnable_sink is not None:
         # As a split before the first one, that holds the sink of a head alone.
-        sinks = walk.sinks[tile.heads].to(walk.dtype).reshape(1, -1, q.shape[2], 1, 1)
+        sinks = walk.learnable_sink[tile.heads].to(walk.dtype).reshape(1, -1, q.shape[2], 1, 1)
         row_max = (sinks / walk.scale).expand_as(state.row_max)
         sink = State(row_max, (row_max != -INF).to(walk.dtype), empty.acc)
         state = merge_state(state, sink, walk.scale_log2, walk.formats)

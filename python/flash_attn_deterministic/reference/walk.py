@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -15,6 +15,9 @@ from ..checks.numbers import KEYS_PER_BLOCK, check_multiple
 from ..errors import ArgumentError, DtypeError
 from .dropout import keep_probability
 from .formats import DEFAULT_FORMATS, Formats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -78,57 +81,36 @@ class Options(TypedDict, total=False):
 class Walk:
     """The settings that all rows of a call share."""
 
+    dtype: torch.dtype  # that is computed in
     softmax_scale: float
     window: Window
-    softcap: float
-    split_size: int
-    block_n: int
-    dtype: torch.dtype
     formats: Formats
+    block_n: int = KEYS_PER_BLOCK
+    split_size: int = 0
+    softcap: float = 0.0
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    learnable_sink: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.dropout_p != 0 and self.rng_state is None:
+            raise ArgumentError(
+                f"rng_state: expected seed and offset with dropout_p {self.dropout_p}, got None"
+            )
         if self.block_n < 1 or self.block_n & (self.block_n - 1):
             raise ArgumentError(f"block_n: expected a power of two, got {self.block_n}")
         check_multiple(self.split_size, self.block_n)
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
-        rng_state: torch.Tensor | None = None,
-        split_size: int = 0,
-        block_n: int | None = None,
-        formats: Formats = DEFAULT_FORMATS,
-        learnable_sink: torch.Tensor | None = None,
-    ) -> Walk:
+    def of(cls, q: torch.Tensor, **options: Unpack[Options]) -> Walk:
         """Fills in the defaults that follow from q's head_dim and dtype."""
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise DtypeError(f"q: expected a floating-point dtype of 16 to 64 bits, got {q.dtype}")
-        if dropout_p != 0 and rng_state is None:
-            raise ArgumentError(
-                f"rng_state: expected seed and offset with dropout_p {dropout_p}, got None"
-            )
-        head_dim = q.shape[-1]
-        return cls(
-            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            window=Window.of(causal, window),
-            softcap=softcap,
-            split_size=split_size,
-            block_n=KEYS_PER_BLOCK if block_n is None else block_n,
-            dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
-            formats=formats.filled(q.dtype),
-            dropout_p=dropout_p,
-            rng_state=rng_state,
-            sinks=learnable_sink,
-        )
+        given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+        given.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+        given["window"] = Window.of(given.pop("causal", False), given.get("window", (-1, -1)))
+        given["formats"] = given.get("formats", DEFAULT_FORMATS).filled(q.dtype)
+        return cls(torch.float64 if q.dtype == torch.float64 else torch.float32, **given)
 
     def _rounded(self, value: float) -> float:
         return float(torch.tensor(value, dtype=self.dtype, device="cpu"))
