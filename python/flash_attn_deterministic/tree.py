@@ -26,13 +26,18 @@ def add_up(
         The sum of all; None if there are none.
     """
 
-    def total(level: int, index: int) -> _Sum | None:
-        found = sums.get((level, index))
-        if found is not None or level == 0:
-            return found
-        left, right = total(level - 1, 2 * index), total(level - 1, 2 * index + 1)
-        if left is None or right is None:
-            return right if left is None else left
-        return add(left, right)
+    return _total(sums, add, max(chunks - 1, 0).bit_length(), 0)
 
-    return total(max(chunks - 1, 0).bit_length(), 0)
+
+# Not within `add_up`: a function that refers to itself there would keep the sums, and the GPU
+# memory that they lie in, until the garbage collector runs.
+def _total(
+    sums: dict[tuple[int, int], _Sum], add: Callable[[_Sum, _Sum], _Sum], level: int, index: int
+) -> _Sum | None:
+    found = sums.get((level, index))
+    if found is not None or level == 0:
+        return found
+    left, right = (_total(sums, add, level - 1, 2 * index + side) for side in (0, 1))
+    if left is None or right is None:
+        return right if left is None else left
+    return add(left, right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -564,6 +565,29 @@ def end_on(rank: int, at: str) -> str:
             return ""  # makes no backward
         os._exit(1)
     return _message(lambda: out.sum().backward())
+
+
+def kept_by_cycles(degree: int) -> list[tuple[int, ...]]:
+    """Returns the shapes of tensors that two steps leave to the garbage collector."""
+    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
+
+    def step() -> None:
+        out = distributed.flash_attn_func(*inputs, causal=True, ulysses_degree=degree)
+        out.sum().backward()
+
+    with _instead(tree, CHUNK_ROWS=16):
+        step()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        step()
+        step()
+        gc.collect()
+        gc.set_debug(0)
+        gc.enable()
+    kept = [tuple(one.shape) for one in gc.garbage if isinstance(one, torch.Tensor)]
+    gc.garbage.clear()
+    return kept
 
 
 def explained() -> dict[str, Any]:

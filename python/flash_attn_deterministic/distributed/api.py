@@ -67,7 +67,8 @@ def _attend(
     starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
     q_, k_, v_ = (padded(one, head_dim) for one in (q, k, v))
     out, softmax_lse = ops.attend(q_, k_, v_, starts_q, starts_k, *spec)
-    out = out[..., : v.shape[-1]]
+    if out.shape[-1] != v.shape[-1]:
+        out = out[..., : v.shape[-1]]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
 
 

@@ -11,6 +11,8 @@ from .layout import Numbers, expand
 from .ranks import Ranks
 
 _WORD = torch.int32  # what messages are made of
+_ALIGN = 4  # words; torch gathers rows at multiples of 16 bytes by a faster kernel
+_gather = torch.ops.aten.index.Tensor_out
 Key = tuple[torch.device, int]
 
 
@@ -59,13 +61,16 @@ class Places:
             found = self._index[key] = (at[which] + offset) * self.parts + head[which]
         return found
 
-    def inverse(self, device: torch.device, room: int) -> torch.Tensor:
-        """Returns which of these rows each of `room` rows is; `total`: none."""
+    def inverse(self, device: torch.device, room: int, first: int) -> torch.Tensor:
+        """Returns which row each of `room` rows is, if these are from `first`; behind them: none.
+
+        Kept for the same room and first.
+        """
         key = stream_of(device)
         found = self._inverse.get(key)
         if found is None:
-            found = torch.full((room,), self.total, device=device)
-            found[self.index(device)] = torch.arange(self.total, device=device)
+            found = torch.full((room,), first + self.total, device=device)
+            found[self.index(device)] = torch.arange(first, first + self.total, device=device)
             self._inverse[key] = found
         return found
 
@@ -132,43 +137,45 @@ class Arriving:
         device = given[0].tensor.device
         rows = [one.rows(sent.parts) for one in given]
         self._widths = [one.shape[1] for one in rows]
+        self._widths.append(-sum(self._widths) % _ALIGN)
         others = received.total - received.counts[ranks.rank]
+        leaving = sent.total - sent.counts[ranks.rank]
         has_gaps = received.total < route.room
         # Rows that stay here are between the sent ones and the others that arrive.
         data = rows[0].new_empty((sent.total + others + has_gaps, sum(self._widths)))
-        begin = others if route.is_back else 0
-        packed = torch.split_with_sizes(data[begin : begin + sent.total], self._widths, 1)
-        index = [sent.index(device)]
-        for one, part in zip(rows, packed, strict=True):
-            torch.ops.aten.index.Tensor_out(one, index, out=part)
-        leaving = sent.total - sent.counts[ranks.rank]
         if route.is_back:
-            arriving, going = data[:others], data[received.total :]
-            self._arrived = data[: received.total]
+            packed, going, arriving = data[others:], data[received.total :], data[:others]
         else:
-            arriving, going = data[sent.total : sent.total + others], data[:leaving]
-            self._arrived = data[leaving:]
+            packed, going = data[: sent.total], data[:leaving]
+            arriving = data[sent.total : sent.total + others]
             if has_gaps:
                 data[-1].zero_()
+        index = [sent.index(device)]
+        for one, part in zip(rows, packed.split_with_sizes(self._widths, 1), strict=False):
+            _gather(one, index, out=part)
+        # What arrives, and what stays here, is from this row.
+        self._data, self._first = data, 0 if route.is_back else leaving
         to, by = sent.of_others(ranks.rank), received.of_others(ranks.rank)
         self._pending = ranks.all_to_all(going, arriving, to, by, what)
 
     def new(self) -> list[torch.Tensor]:
         """Returns what arrived as new tensors (room, heads, width), with zeros in the gaps."""
-        index = self._route.received.inverse(self._arrived.device, self._route.room)
+        received, room = self._route.received, self._route.room
+        index = received.inverse(self._data.device, room, self._first)
         found = []
-        for (tensor, _, count), part in zip(self._given, self._parts(), strict=True):
-            rows = part[index].view(tensor.dtype)
-            found.append(rows.view(self._route.room, count, tensor.shape[2]))
+        for (tensor, _, count), part in zip(self._given, self._parts(self._data), strict=False):
+            found.append(part[index].view(tensor.dtype).view(room, count, tensor.shape[2]))
         return found
 
     def into(self, targets: Sequence[Heads]) -> None:
         """Writes what arrived into contiguous tensors."""
         received = self._route.received
-        index = received.index(self._arrived.device)
-        for target, part in zip(targets, self._parts(), strict=True):
+        index = received.index(self._data.device)
+        arrived = self._data[self._first : self._first + received.total]
+        for target, part in zip(targets, self._parts(arrived), strict=False):
             target.rows(received.parts).index_copy_(0, index, part)
 
-    def _parts(self) -> Sequence[torch.Tensor]:
+    def _parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         self._pending.wait()
-        return torch.split_with_sizes(self._arrived, self._widths, 1)
+        parts: Sequence[torch.Tensor] = rows.split_with_sizes(self._widths, 1)
+        return parts

@@ -115,9 +115,9 @@ def _sequence_fwd(
             ranks, plan, _packed(q), _packed(k), _packed(v), spec.options
         )
     if q.dim() == 3:
-        return out, softmax_lse.transpose(0, 1).contiguous()
-    by_sequence = softmax_lse.view(q.shape[:3])
-    return out.view(q.shape), by_sequence.transpose(1, 2).contiguous()
+        return out, softmax_lse.contiguous()
+    by_sequence = softmax_lse.view(q.shape[2], q.shape[0], q.shape[1])
+    return out.view(q.shape), by_sequence.transpose(0, 1).contiguous()
 
 
 def _sequence_bwd(
@@ -138,7 +138,7 @@ def _sequence_bwd(
         if not spec.deterministic_bwd:
             alert_atomics(q.device)
         plan = _agreed("backward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, forward)
-        lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
+        lse = softmax_lse if q.dim() == 3 else softmax_lse.transpose(0, 1).flatten(1)
         rows = passes.Rows(_packed(dout), _packed(q), _packed(out), lse)
         dq, dk, dv = passes.backward(ranks, plan, rows, _packed(k), _packed(v), spec.options)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
@@ -146,7 +146,7 @@ def _sequence_bwd(
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """Returns (batch, seqlen, ...) as (tokens, ...)."""
-    return tensor if tensor.dim() == 3 else tensor.reshape(-1, *tensor.shape[2:])
+    return tensor if tensor.dim() == 3 else tensor.flatten(0, 1)
 
 
 def _agreed(

@@ -22,11 +22,11 @@ from .plan import Sums as SumsPlan
 from .ranks import Ranks
 
 # Sums of dk, without softmax_scale, and of dv over some rows: (keys, nheads_k, head_dim), float32.
-KeySums = tuple[torch.Tensor, torch.Tensor]
+KeySums = Sequence[torch.Tensor]
 
 
 class Rows(NamedTuple):
-    """Rows with their results: (rows, nheads, head_dim), and softmax_lse (rows, nheads)."""
+    """Rows with their results: (rows, nheads, head_dim), and softmax_lse (nheads, rows)."""
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -127,29 +127,36 @@ def forward(
         options: of the call; each op has a window of its own.
 
     Returns:
-        out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
+        out like q, and softmax_lse (nheads, tokens of q) in the computing dtype; 0 and +inf in rows
         of no sequence.
     """
     part = plan.forward
     steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
     # While the first keys come, sequences that need none.
-    here = plan.local if part.rows is not None else (*plan.local, *part.calls)
-    out, softmax_lse = _results(q, here)
-    _attend(plan.local, q, (k, v), out, softmax_lse, options)
+    local = [_attend(call, q, (k, v), options) for call in plan.local]
+    if part.keys is None:
+        return _outputs(local, q)
+    out = softmax_lse = None
+    if part.rows is not None:
+        out, softmax_lse = q.new_zeros(q.shape), _endless(q, q.shape[:2]).t()
     going: Callable[[], None] = _nothing
     for step, (rows, *_), keys in steps:
+        found, lse = _outputs([_attend(call, rows, keys, options) for call in part.calls], rows)
         if part.rows is None:
-            at = step.of_rows
-            _attend(part.calls, rows, keys, out[:, at], softmax_lse[:, at], options)
+            out = _with_heads(out, found, step, q.shape[1], 1)
+            softmax_lse = _with_heads(softmax_lse, lse, step, q.shape[1], 0)
             continue
-        found = _results(rows, part.calls)
-        _attend(part.calls, rows, keys, *found, options)
-        results = [Heads(one, 0, one.shape[1]) for one in (found[0], found[1][..., None])]
-        sent = Arriving(ranks, part.rows.back, results, "results")
+        assert out is not None
+        assert softmax_lse is not None
+        sent = Arriving(ranks, part.rows.back, _whole(found, lse.t()[..., None]), "results")
         going()
-        targets = [*map(step.rows, (out, softmax_lse[..., None]))]
+        targets = [*map(step.rows, (out, softmax_lse.t()[..., None]))]
         going = functools.partial(sent.into, targets)
     going()
+    assert out is not None
+    assert softmax_lse is not None
+    for one, of_rows, lse in local:
+        out[one], softmax_lse[:, one] = of_rows, lse
     return out, softmax_lse
 
 
@@ -170,44 +177,57 @@ def backward(
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
     """
     part = plan.backward
-    of_rows = (*rows[:3], rows.softmax_lse[..., None])
+    of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
     steps = _Steps(ranks, plan.degree, part, of_rows, (k, v))
-    calls = *part.calls, *(one.call for one in part.runs)
-    dq = _new(rows.q, plan.local if part.rows is not None else (*plan.local, *calls))
+    local = [_backward_call(call, rows, (k, v), options) for call in plan.local]
     dk, dv = (one.new_zeros(one.shape) for one in (k, v))
-    for call in plan.local:
-        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(rows, (k, v), call, options)
+    for call, (_, dk_, dv_) in zip(plan.local, local, strict=True):
+        dk[call.keys], dv[call.keys] = dk_, dv_
+    of_local = [(call.rows, found[0]) for call, found in zip(plan.local, local, strict=True)]
+    if part.keys is None:
+        return _joined(of_local, rows.q, 0), dk, dv
+    dq = None if part.rows is None else rows.q.new_zeros(rows.q.shape)
     going: list[Callable[[], None]] = []
-    for step, (dout, q, out, lse), keys in steps:
-        here = Rows(dout, q, out, lse[..., 0])
-        into = dq[:, step.of_rows] if part.rows is None else _new(q, calls)
-        gradients = [one.new_zeros((part.whole_room, *one.shape[1:])) for one in keys]
-        for call in part.calls:
-            into[call.rows], gradients[0][call.keys], gradients[1][call.keys] = _backward_call(
-                here, keys, call, options
-            )
-        sums: list[KeySums] = []
-        for call, _ in part.runs:
-            into[call.rows], *found = _backward_call(here, keys, call, options, sums=True)
-            sums.append((found[0], found[1]))
-        del dout, q, out, lse, here, keys
+    for step, (dout, q, out, *lse), keys in steps:
+        here = Rows(dout, q, out, lse[0][..., 0].t() if lse else rows.softmax_lse[step.of_rows])
+        whole = [_backward_call(call, here, keys, options) for call in part.calls]
+        runs = [_backward_call(call, here, keys, options, sums=True) for call, _ in part.runs]
+        calls = *part.calls, *(call for call, _ in part.runs)
+        own = zip(calls, (*whole, *runs), strict=True)
+        found = _joined([(call.rows, gradients[0]) for call, gradients in own], q, 0)
         sent: list[Callable[[], None]] = []
-        for route, results, targets in (
-            (part.rows and part.rows.back, [into], [step.rows(dq)]),
-            (part.whole, gradients, [step.keys(dk), step.keys(dv)]),
-        ):
-            if route is not None:
-                heads = [Heads(one, 0, one.shape[1]) for one in results]
-                arriving = Arriving(ranks, route, heads, "gradients")
-                sent.append(functools.partial(arriving.into, targets))
+        moving = []
+        if part.rows is None:
+            dq = _with_heads(dq, found, step, rows.q.shape[1], 1)
+        else:
+            assert dq is not None
+            moving.append((part.rows.back, [found], [step.rows(dq)]))
+        if part.whole is not None:
+            both = [
+                _joined(
+                    [(call.keys, one[side]) for call, one in zip(part.calls, whole, strict=True)],
+                    keys[0],
+                    0,
+                    part.whole_room,
+                )
+                for side in (1, 2)
+            ]
+            moving.append((part.whole, both, [step.keys(dk), step.keys(dv)]))
+        del dout, q, out, lse, here, keys, whole, found
+        for route, results, targets in moving:
+            arriving = Arriving(ranks, route, _whole(*results), "gradients")
+            sent.append(functools.partial(arriving.into, targets))
         if part.sums is not None:
-            summing = _Sums(ranks, plan.degree, part.sums, step, sums, k)
-            sent.append(functools.partial(summing.add_up, options, k, dk, dv))
+            sums = _Sums(ranks, plan.degree, part.sums, step, [one[1:] for one in runs], k)
+            sent.append(functools.partial(sums.add_up, options, k, dk, dv))
         for end in going:
             end()
         going = sent
     for end in going:
         end()
+    assert dq is not None
+    for one, found in of_local:
+        dq[one] = found
     return dq, dk, dv
 
 
@@ -236,16 +256,15 @@ class _Sums:
         self._found = found
         # In a message, dv is behind dk.
         sent, received = ([2 * one for one in side] for side in plan.counts)
-        begins, self._begins = ([0, *itertools.accumulate(one)] for one in (sent, received))
-        shape = step.size, k.shape[2]
-        data, self._arrived = (
-            k.new_empty((sum(one), *shape), dtype=_of_sums(k)) for one in (sent, received)
+        self._begins = [0, *itertools.accumulate(received)]
+        self._arrived, nothing = (
+            k.new_empty((rows, step.size, k.shape[2]), dtype=_of_sums(k))
+            for rows in (self._begins[-1], 0)
         )
-        for to, number, keys, at in plan.sent:
-            for one, place in zip(found[number], (at, at + plan.counts[0][to]), strict=True):
-                begin = begins[to] + place
-                data[begin : begin + keys.stop - keys.start] = one[keys]
-        self._pending = ranks.all_to_all(data, self._arrived, sent, received, "sums")
+        data = [found[number][side][keys] for _, side, number, keys in plan.sent]
+        self._pending = ranks.all_to_all(
+            torch.cat([nothing, *data]), self._arrived, sent, received, "sums"
+        )
 
     def add_up(self, options: Options, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Writes dk and dv, once the sums have arrived."""
@@ -278,66 +297,90 @@ def _nothing() -> None:
     pass
 
 
-def _of_call(options: Options, call: Call) -> Options:
-    """Returns the options of an op: its window is relative to its own rows and keys."""
-    left, right = call.mask
-    return options._replace(window_left=left, window_right=right)
-
-
 def _attend(
-    calls: Sequence[Call],
-    q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    options: Options,
-) -> None:
-    """Writes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of calls."""
-    for call in calls:
-        inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
-        lengths, own = call.lengths(q.device), _of_call(options, call)
-        out[call.rows], lse = run(schemas.forward_call(inputs, lengths, own, None))
-        softmax_lse[call.rows] = lse.transpose(0, 1)
+    call: Call, q: torch.Tensor, keys: Sequence[torch.Tensor], options: Options
+) -> tuple[slice, torch.Tensor, torch.Tensor]:
+    """Returns the rows of a call, their out, and their softmax_lse (nheads, rows)."""
+    inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
+    lengths, own = call.given(q.device, options)
+    out, softmax_lse = run(schemas.forward_call(inputs, lengths, own, None))
+    return call.rows, out, softmax_lse
 
 
 def _backward_call(
-    rows: Rows,
-    keys: Sequence[torch.Tensor],
-    call: Call,
-    options: Options,
-    sums: bool = False,
+    call: Call, rows: Rows, keys: Sequence[torch.Tensor], options: Options, sums: bool = False
 ) -> Gradients:
     """Computes dq, dk and dv of a call, rounded; with sums, dq and the sums of dk and dv."""
-    dout, q, out, lse = (one[call.rows] for one in rows)
+    dout, q, out = (one[call.rows] for one in rows[:3])
     inputs = q, keys[0][call.keys], keys[1][call.keys]
-    lengths, own = call.lengths(q.device), _of_call(options, call)
-    lse = lse.transpose(0, 1).contiguous()
+    lengths, own = call.given(q.device, options)
+    lse = rows.softmax_lse[:, call.rows].contiguous()
     gradients: Gradients = run(
         schemas.backward_call(dout, inputs, out, lse, lengths, own, None, None, sums)
     )
     return gradients
 
 
-def _results(q: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and softmax_lse (rows, heads) before calls on some of the rows."""
-    out = _new(q, calls)
-    fill = (
-        out.new_empty
-        if _covers(calls, q.shape[0])
-        else functools.partial(out.new_full, fill_value=math.inf)
+def _outputs(
+    found: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joins results of calls on some rows of q; 0 and +inf in rows of no call."""
+    lse = found[0][2] if found else _endless(q, (q.shape[1], 0))
+    return (
+        _joined([(rows, out) for rows, out, _ in found], q, 0),
+        _joined([(rows, of_rows) for rows, _, of_rows in found], lse, 1, q.shape[0], math.inf),
     )
-    return out, fill(q.shape[:2], dtype=_of_sums(q))
 
 
-def _new(like: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
-    """Returns a tensor like the rows of calls; 0 in other rows, if there are some."""
-    make = like.new_empty if _covers(calls, like.shape[0]) else like.new_zeros
-    return make(like.shape)
+def _joined(
+    found: Sequence[tuple[slice, torch.Tensor]],
+    like: torch.Tensor,
+    dim: int,
+    total: int | None = None,
+    fill: float = 0.0,
+) -> torch.Tensor:
+    """Joins pieces of a tensor; one that is all of it is not copied.
+
+    Args:
+        found: the pieces, and where they lie in a dimension.
+        like: has dtype and shape of the tensor, but for `total`.
+        dim: the dimension.
+        total: length in it; None: that of `like`.
+        fill: what is elsewhere.
+    """
+    total = like.shape[dim] if total is None else total
+    pieces, end = [], 0
+    for where, piece in (*sorted(found, key=lambda one: one[0].start), (slice(total, total), None)):
+        if where.start > end:
+            shape = *like.shape[:dim], where.start - end, *like.shape[dim + 1 :]
+            pieces.append(like.new_full(shape, fill))
+        if piece is not None:
+            pieces.append(piece)
+        end = where.stop
+    if not pieces:
+        return like.new_empty((*like.shape[:dim], 0, *like.shape[dim + 1 :]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _covers(calls: Sequence[Call], rows: int) -> bool:
-    covered: int = sum(call.rows.stop - call.rows.start for call in calls)
-    return covered == rows
+def _with_heads(
+    into: torch.Tensor | None, found: torch.Tensor, step: _Step, nheads: int, dim: int
+) -> torch.Tensor:
+    """Puts the heads of a step into a tensor with all; if the step has all, `found` is this."""
+    if found.shape[dim] == nheads:
+        return found
+    if into is None:
+        into = found.new_empty((*found.shape[:dim], nheads, *found.shape[dim + 1 :]))
+    into.narrow(dim, step.of_rows.start, found.shape[dim]).copy_(found)
+    return into
+
+
+def _whole(*tensors: torch.Tensor) -> list[Heads]:
+    return [Heads(one, 0, one.shape[1]) for one in tensors]
+
+
+def _endless(q: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns softmax_lse of rows that see nothing."""
+    return q.new_full([*shape], math.inf, dtype=_of_sums(q))
 
 
 def _of_sums(like: torch.Tensor) -> torch.dtype:

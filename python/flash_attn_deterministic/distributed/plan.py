@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..types import Lengths
+from ..types import Lengths, Options
 from . import model
 from .exchange import Key, Places, Route, stream_of
 from .layout import Layout, Numbers, dense_layout, overlaps, packed_layout
@@ -65,19 +65,16 @@ class Shape:
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Returns where the ranks have the tokens of q, and those of k and v."""
-        found = []
-        for starts, tokens, name in (
-            (self.starts_q, self.tokens_q, "q"),
-            (self.starts_k, self.tokens_k, "k"),
-        ):
-            if self.dense:
-                batch = len(starts) - 1
-                seqlen = tokens // max(batch, 1)
-                found.append(dense_layout(batch, seqlen, self.ranks, self.order, name))
-            else:
-                name = f"cu_seqlens_{name}"
-                found.append(packed_layout(starts, tokens, self.ranks, self.order, name))
-        return found[0], found[1]
+        q = self._layout(self.starts_q, self.tokens_q, "q")
+        if (self.starts_q, self.tokens_q) == (self.starts_k, self.tokens_k):
+            return q, q
+        return q, self._layout(self.starts_k, self.tokens_k, "k")
+
+    def _layout(self, starts: tuple[int, ...], tokens: int, name: str) -> Layout:
+        if not self.dense:
+            return packed_layout(starts, tokens, self.ranks, self.order, f"cu_seqlens_{name}")
+        batch = len(starts) - 1
+        return dense_layout(batch, tokens // max(batch, 1), self.ranks, self.order, name)
 
 
 class Mask(NamedTuple):
@@ -96,17 +93,18 @@ class Call:
     starts_q: tuple[int, ...]  # values of cu_seqlens_q
     starts_k: tuple[int, ...]  # values of cu_seqlens_k
     mask: Mask  # of the call
-    _lengths: dict[Key, Lengths] = field(default_factory=dict)
+    _given: dict[tuple[Key, Options], tuple[Lengths, Options]] = field(default_factory=dict)
 
-    def lengths(self, device: torch.device) -> Lengths:
-        """Returns cu_seqlens; kept, as each copy to a GPU makes the host wait."""
-        key = stream_of(device)
-        found = self._lengths.get(key)
+    def given(self, device: torch.device, options: Options) -> tuple[Lengths, Options]:
+        """Returns the arguments of the op; kept, as each copy to a GPU makes the host wait."""
+        key = stream_of(device), options
+        found = self._given.get(key)
         if found is None:
             sides = self.starts_q, self.starts_k
             q, k = (torch.tensor(one, dtype=torch.int32, device=device) for one in sides)
             longest = [max(b - a for a, b in itertools.pairwise(one)) for one in sides]
-            found = self._lengths[key] = Lengths(q, k, longest[0], longest[1])
+            own = options._replace(window_left=self.mask.left, window_right=self.mask.right)
+            found = self._given[key] = Lengths(q, k, longest[0], longest[1]), own
         return found
 
 
@@ -141,8 +139,8 @@ class Arrival(NamedTuple):
 class Sums(NamedTuple):
     """How sums of runs go to the ranks of the keys."""
 
-    # pieces of messages: rank, run, keys of the run's call, and place of their dk
-    sent: tuple[tuple[int, int, slice, int], ...]
+    # pieces of messages, in their order: rank, dk (0) or dv (1), run, and keys of the run's call
+    sent: tuple[tuple[int, int, int, slice], ...]
     counts: tuple[list[int], list[int]]  # keys of the message to each rank, and of that from each
     arrivals: tuple[Arrival, ...]  # of sums, those of this rank too
 
@@ -252,6 +250,8 @@ class _Planner:
         self._starts_q, self._starts_k = map(torch.tensor, (shape.starts_q, shape.starts_k))
         self._lengths_q, self._lengths_k = self._starts_q.diff(), self._starts_k.diff()
         self._total = max(shape.starts_q[-1], shape.starts_k[-1]) + shape.align + 1
+        sequences = torch.arange(self._lengths_q.numel())
+        self._work_of_each = self._work(sequences, *self._ends(sequences))
         self._choices: dict[str, _Choice] = {}
         common = math.gcd(shape.ranks, shape.nheads_k)
         for degree in [shape.degree] if shape.degree else sorted({common, 1}, reverse=True):
@@ -271,14 +271,15 @@ class _Planner:
         home = self._home(pieces)
         local = torch.full_like(home, -1)
         if degree == 1:
-            same = (home >= 0) & (self._home(self._own_k) == home)
+            same = home >= 0
+            if self._own_k is not self._own_q:
+                same &= self._home(self._own_k) == home
             local[same] = home[same]
-        work = self._work(pieces.sequence, pieces.begin, pieces.end)
-        loads = _summed(teams, pieces.rank, work)
-        of_sequence = _summed(home.numel(), pieces.sequence, work)
+        of_sequence, at_one = self._work_of_each, home.clamp(min=0)
         divided = (home < 0) & (of_sequence > 0)
         mean = float(of_sequence.sum()) / teams
-        at_home = _summed(teams, pieces.rank, work * (local[pieces.sequence] >= 0))
+        at_home = _summed(teams, at_one, of_sequence * (local >= 0))
+        loads = _summed(teams, at_one, of_sequence * (home >= 0))
         short = divided & (of_sequence <= mean / 4)
         words = [f"heads over {degree} ranks"] * (degree > 1)
         # Short sequences come to one team in any case.
@@ -287,7 +288,9 @@ class _Planner:
                 continue
             team_of = home.clone()
             if moving.any():
-                rest = loads - _summed(teams, pieces.rank, work * moving[pieces.sequence])
+                cut = pieces.select((divided & ~moving)[pieces.sequence])
+                work = self._work(cut.sequence, cut.begin, cut.end)
+                rest = loads.index_add(0, cut.rank, work)
                 fullest = self._assign(moving, of_sequence, rest, team_of)
                 if name == "whole" and fullest > 1.15 * mean:
                     continue
@@ -346,6 +349,9 @@ class _Planner:
         Returns:
             The work of the fullest team then.
         """
+        if loads.numel() == 1:
+            team_of[moving] = 0
+            return float(loads + work[moving].sum())
         heap = [(load, team) for team, load in enumerate(loads.tolist())]
         heapq.heapify(heap)
         which = moving.nonzero().flatten()
@@ -434,8 +440,7 @@ class _Planner:
         base, cut = self._starts_k[rows.sequence], ~rows.whole
         first = torch.where(begin < end, begin // self._shape.align * self._shape.align, begin)
         group = (2 * rows.team + cut) * self._total
-        order = (begin < end).nonzero().flatten()
-        order = order[(group + base + first)[order].argsort()]
+        order = (begin < end).nonzero().flatten()  # as rows ascend, so do their keys
         low, seen, to, group_ = (
             one[order] for one in (base + first, base + begin, base + end, group)
         )
@@ -524,13 +529,15 @@ class _Planner:
         team = rank // degree
         if not keys.wanted.team.numel():
             return Pass(None, None, (), 1)
+        calls = self._calls_of(half, (rows.team == team) & (rows.level < 0))
         way = None
         if not stays:
             room = int((rows.end - rows.begin)[rows.team == team].sum())
             wanted = Wanted(rows.team, rows.begin, rows.end, rows.at)
             way = self._route(self._own_q, wanted, degree, rank, room)
+            if self._own_k is self._own_q and all(map(torch.equal, wanted, keys.wanted)):
+                return Pass(way, way, calls, 1)
         keys_way = self._route(self._own_k, keys.wanted, degree, rank, int(keys.room[team]))
-        calls = self._calls_of(half, (rows.team == team) & (rows.level < 0))
         return Pass(way, keys_way, calls, 1)
 
     def _route(self, own: Layout, wanted: Wanted, degree: int, rank: int, room: int) -> Route:
@@ -613,12 +620,13 @@ class _Planner:
         number = torch.where(here, here.cumsum(0) - 1, -1)  # among the runs of this rank
         leaving = ((by == team) & (to != rank)).nonzero().flatten()
         low = found.begin - first[found.want]
-        columns = to, number[found.want], low, low + length, at
+        leaving = leaving[(to[leaving] * self._total + at[leaving]).argsort()]
+        columns = to, number[found.want], low, low + length
+        pieces = [*zip(*(one[leaving].tolist() for one in columns), strict=True)]
         sent = tuple(
-            (other, run, slice(low_, high), place)
-            for other, run, low_, high, place in zip(
-                *(one[leaving].tolist() for one in columns), strict=True
-            )
+            (other, side, run, slice(low_, high))
+            for other, of_rank in itertools.groupby(pieces, key=lambda one: one[0])
+            for side, (_, run, low_, high) in itertools.product(range(2), [*of_rank])
         )
         # Pieces of keys that are all seen by the same runs.
         mine = (own.rank == rank).nonzero().flatten()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,10 +113,12 @@ class Ranks:
         """
         if self.size == 1:
             return Pending(self, data, None, what)
-        with self._named_errors(what):
+        try:
             work = dist.all_to_all_single(
-                arrived, data, list(received), list(sent), group=self.group, async_op=True
+                arrived, data, [*received], [*sent], group=self.group, async_op=True
             )
+        except RuntimeError as error:
+            self._fail(error, what)
         return Pending(self, data, work, what)
 
     def _finish(self, work: dist.Work, device: torch.device) -> None:
@@ -138,23 +139,18 @@ class Ranks:
                     raise RuntimeError("the group's timeout has passed")
         work.wait()
 
-    @contextlib.contextmanager
-    def _named_errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            found = error
-            if not isinstance(error, RankError):
-                found = RankError(
-                    f"rank {self.rank} of {self.size}: {what} did not arrive: another rank has "
-                    "ended, is late by more than the group's timeout, or makes another call; the "
-                    f"backend says: {error}"
-                )
-            if self.agreement is not None:
-                self.agreement.lose(found)
-            if found is error:
-                raise
-            raise found from error
+    def _fail(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raises RankError for an error of a message."""
+        found = error
+        if not isinstance(error, RankError):
+            found = RankError(
+                f"rank {self.rank} of {self.size}: {what} did not arrive: another rank has "
+                "ended, is late by more than the group's timeout, or makes another call; the "
+                f"backend says: {error}"
+            )
+        if self.agreement is not None:
+            self.agreement.lose(found)
+        raise found from (None if found is error else error)
 
 
 def _host_waits() -> bool:
@@ -175,8 +171,10 @@ class Pending:
     def wait(self) -> None:
         """Returns once all is sent and received."""
         if self._work is not None:
-            with self._ranks._named_errors(self._what):
+            try:
                 self._ranks._finish(self._work, self._held.device)
+            except RuntimeError as error:
+                self._ranks._fail(error, self._what)
         del self._work, self._held
 
 

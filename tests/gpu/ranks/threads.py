@@ -95,7 +95,7 @@ def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> dict[str, to
             plan = plan_of(shape, rank)
             out, lse = passes.forward(ranks, plan, q, k, v, options)
             rows = Rows(dout, q, out, lse)
-            found[rank] = (out, lse, *passes.backward(ranks, plan, rows, k, v, options))
+            found[rank] = (out, lse.t(), *passes.backward(ranks, plan, rows, k, v, options))
         except Exception as error:
             found[rank] = error
 

@@ -126,6 +126,11 @@ def test_q_k_and_v_in_one_tensor(pool: Pool) -> None:
     assert pool.run(ranks.packed_in_one, 1) == [[True] * 4] * 4
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_memory_goes_back_without_the_garbage_collector(pool: Pool, degree: int) -> None:
+    assert pool.run(ranks.kept_by_cycles, degree) == [[]] * 4
+
+
 def test_explain() -> None:
     with pool_of(2) as two:
         for found in two.run(ranks.explained):
