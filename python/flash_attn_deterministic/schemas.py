@@ -89,15 +89,15 @@ SUMS = {
 # For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes,
 # head_dim_v) of a forward, and (family, block_m, block_n, parts, in_turns, heads_in_flight,
 # head_dim_v) of a backward.
+_SHAPES = (
+    "Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int head_dim, "
+    "int head_dim_v, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    "bool has_dropout, bool packed"
+)
 PLAN = {
-    "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int head_dim_v, int window_left, int window_right, bool has_alibi, "
-    "bool has_softcap, bool has_dropout, bool packed, int page_size, bool cache_index, "
-    f"bool keep_residual, {_TREE}) -> (int, int, int, int, int, int, int, int)",
-    "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int head_dim_v, int window_left, int window_right, bool has_alibi, "
-    "bool has_softcap, bool has_dropout, bool packed, bool deterministic) "
-    "-> (int, int, int, int, bool, int, int)",
+    "plan": f"({_SHAPES}, int page_size, bool cache_index, bool keep_residual, {_TREE}) "
+    "-> (int, int, int, int, int, int, int, int)",
+    "bwd_plan": f"({_SHAPES}, bool deterministic) -> (int, int, int, int, bool, int, int)",
 }
 # Arguments of varlen_fwd with which a call has no backward.
 WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")

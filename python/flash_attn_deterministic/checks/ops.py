@@ -18,6 +18,7 @@ from .describe import shown
 from .tensors import (
     DENSE,
     NAMES,
+    NAMES_CACHE,
     NAMES_KV,
     NAMES_QKV,
     PACKED,
@@ -61,7 +62,7 @@ def validate(op: str, arguments: Sequence[Any], read_values: bool = False) -> No
 def names_of(given: Given) -> Names:
     """Returns what the caller of an op calls its arguments."""
     if "qkv" not in given:
-        return NAMES
+        return NAMES_CACHE if "k_cache" in given else NAMES
     return NAMES_QKV if given["q"] is None else NAMES_KV
 
 
@@ -128,6 +129,7 @@ def _finish(given: Given) -> None:
     k = given["k"]
     check_tensor("k", k)
     check_alike(k, (), "k")
+    check_tensor("dk_sums", given["dk_sums"])
     shape = (given["dk_sums"].shape[0], *k.shape[-2:])
     for name in ("dk_sums", "dv_sums"):
         check_is(name, given[name], torch.float32, shape, k.device)
@@ -136,14 +138,14 @@ def _finish(given: Given) -> None:
 
 
 def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks q, k and v, and the lengths of packed sequences; returns q and v."""
+    """Checks q, keys and values, and the lengths of packed sequences; returns q and values."""
     names, varlen = names_of(given), "cu_seqlens_q" in given
     if "qkv" in given:
         layout = PACKED[3 if given["q"] is None else 2, varlen]
         check_packed(names.k, given["qkv"], layout)
         q, k, v = parts_of(given["q"], given["qkv"])
     else:
-        q, k, v = given["q"], given["k"], given["v"]
+        q, k, v = given["q"], given[names.k], given[names.v]
     table = given.get("block_table")
     layout = VARLEN if varlen else DENSE
     keys_layout = layout if table is None else PAGED
@@ -155,30 +157,25 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         check_batch(names.q, q, q.shape[0])
     check_heads(q, k, names)
     head_dim = q.shape[-1]
-    if varlen:
+    if varlen or names is NAMES_CACHE:
         if k.shape[-1] != head_dim:
             raise ArgumentError(
                 f"{names.k}: expected a head_dim of {head_dim}, that of {names.q}, got "
                 f"{k.shape[-1]}"
             )
-        if table is not None:
-            check_page_size(names.k, k.shape[1])
     elif k.shape[0] != q.shape[0] or k.shape[3] != head_dim:
         raise ArgumentError(
             f"{names.k}: expected shape ({q.shape[0]}, seqlen_k, nheads_k, {head_dim}), with the "
             f"batch and head_dim of {names.q}, got {tuple(k.shape)}"
         )
-    _values(names.v, v, names.k, k)
+    if varlen and table is not None:
+        check_page_size(names.k, k.shape[1])
+    what = "" if v.shape[-1] == head_dim else " but for head_dim"
+    check_shape(names.v, v, (*k.shape[:-1], v.shape[-1]), f"the shape of {names.k}{what}")
+    check_head_dim(names.v, v)
     if varlen:
         _lengths(given, q.device, names)
     return q, v
-
-
-def _values(name: str, v: torch.Tensor, name_k: str, k: torch.Tensor) -> None:
-    """Checks that values are like keys; they may have another head_dim."""
-    what = "" if v.shape[-1] == k.shape[-1] else " but for head_dim"
-    check_shape(name, v, (*k.shape[:-1], v.shape[-1]), f"the shape of {name_k}{what}")
-    check_head_dim(name, v)
 
 
 def _lengths(given: Given, device: torch.device, names: Names) -> None:
@@ -263,21 +260,8 @@ def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> 
 
 
 def _cache(given: Given) -> None:
-    q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
-    paged = given["block_table"] is not None
-    layout = PAGED if paged else DENSE
-    check_rank("q", q, DENSE)
-    check_rank("k_cache", k_cache, layout)
-    check_rank("v_cache", v_cache, layout)
-    check_alike(q, (("k_cache", k_cache), ("v_cache", v_cache)))
+    q, v_cache = _inputs(given)
     batch, _, _, head_dim = q.shape
-    check_batch("q", q, batch)
-    check_heads(q, k_cache, Names(k="k_cache"))
-    if k_cache.shape[3] != head_dim:
-        raise ArgumentError(
-            f"k_cache: expected a head_dim of {head_dim}, that of q, got {k_cache.shape[3]}"
-        )
-    _values("v_cache", v_cache, "k_cache", k_cache)
     for name in ("k_cache", "v_cache"):
         # No copy is made: the cache is written in place.
         if given[name].stride(3) != 1:
@@ -299,7 +283,7 @@ def _cache(given: Given) -> None:
     _numbers(given, q, v_cache, "fwd")
     # Otherwise a copy is used.
     if q.device.type == "cuda" and head_dim % 8 == 0 and v_cache.shape[3] % 8 == 0:
-        kernels.check_rows_aligned("k_cache", k_cache)
+        kernels.check_rows_aligned("k_cache", given["k_cache"])
         kernels.check_rows_aligned("v_cache", v_cache)
 
 

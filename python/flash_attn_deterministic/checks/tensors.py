@@ -37,6 +37,7 @@ class Names(NamedTuple):
 
 NAMES = Names()
 NAMES_KV = Names(k="kv", v="kv")
+NAMES_CACHE = Names(k="k_cache", v="v_cache")
 NAMES_QKV = Names("qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen")
 
 
@@ -227,8 +228,7 @@ def check_is(
     what: str = "",
 ) -> None:
     """Checks that a tensor is as a forward returned it."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    check_tensor(name, tensor)
     if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, device):
         raise ArgumentError(
             f"{name}: expected {what}{dtype} {tuple(shape)} on {device}, got {tensor.dtype} "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..types import Lengths
 from .numbers import require
 from .tensors import Names
 
@@ -22,45 +21,40 @@ def check_values(given: dict[str, Any], names: Names) -> None:
     """Checks the values in an op's arguments, which are right otherwise."""
     if "k_cache" in given:
         _check_cache(given)
-    elif "learnable_sink" in given and "dout" in given:
-        if given["cu_seqlens_q"] is not None:
-            starts = given["cu_seqlens_q"].tolist()
-            check_starts("cu_seqlens_q", starts, given["dout"].shape[0])
-    elif "cu_seqlens_q" in given:
-        packed = given.get("qkv")
-        k = given["k"] if packed is None else packed
-        q = k if given["q"] is None else given["q"]
-        if "dout" in given:
-            check_starts(names.cu_seqlens_q, given["cu_seqlens_q"].tolist(), q.shape[0])
-            check_starts(names.cu_seqlens_k, given["cu_seqlens_k"].tolist(), k.shape[0])
-        else:
-            lengths = Lengths(*(given.get(field) for field in Lengths._fields))  # type: ignore[arg-type]
-            _check_packed(q, k, lengths, names)
+    elif given.get("cu_seqlens_q") is not None:
+        _check_packed(given, names)
 
 
-def _check_packed(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, names: Names) -> None:
+def _check_packed(given: dict[str, Any], names: Names) -> None:
     """Checks where packed sequences begin and end, and that none is longer than announced."""
-    table = lengths.block_table
-    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    keys = given["qkv"] if "qkv" in given else given.get("k")
+    rows: Any = given.get("dout", keys if given.get("q") is None else given["q"])
+    q_starts = given["cu_seqlens_q"].tolist()
+    check_starts(names.cu_seqlens_q, q_starts, rows.shape[0])
+    if keys is None:
+        return  # the gradient of sinks depends on rows alone
+    k_starts = given["cu_seqlens_k"].tolist()
+    seqused, leftpad, table = map(given.get, ("seqused_k", "leftpad_k", "block_table"))
     seqlens_q, rooms = _differences(q_starts), _differences(k_starts)
     batch = len(seqlens_q)
-    skipped = [0] * batch if lengths.leftpad_k is None else lengths.leftpad_k.tolist()
-    ends = rooms if lengths.seqused_k is None else lengths.seqused_k.tolist()
-    check_starts(names.cu_seqlens_q, q_starts, q.shape[0])
+    skipped = [0] * batch if leftpad is None else leftpad.tolist()
+    ends = rooms if seqused is None else seqused.tolist()
     if table is None:
-        check_starts(names.cu_seqlens_k, k_starts, k.shape[0])
+        check_starts(names.cu_seqlens_k, k_starts, keys.shape[0])
         _check_each("seqused_k", ends, rooms, "the keys that cu_seqlens_k has room for")
         _check_each("leftpad_k", skipped, ends, "the length")
     else:
-        if lengths.seqused_k is None:
+        if seqused is None:
             check_starts(names.cu_seqlens_k, k_starts)
         else:
-            capacity = table.shape[1] * k.shape[1]
+            capacity = table.shape[1] * keys.shape[1]
             _check_each("seqused_k", ends, [capacity] * batch, "the tokens of its pages")
-        _check_pages(table, k.shape[1], k.shape[0], ends)
-    _check_longest(names.max_seqlen_q, lengths.max_seqlen_q, seqlens_q)
+        _check_pages(table, keys.shape[1], keys.shape[0], ends)
+    if "dout" in given:
+        return  # as in the forward
+    _check_longest(names.max_seqlen_q, given["max_seqlen_q"], seqlens_q)
     seqlens_k = [end - begin for begin, end in zip(skipped, ends, strict=True)]
-    _check_longest(names.max_seqlen_k, lengths.max_seqlen_k, seqlens_k)
+    _check_longest(names.max_seqlen_k, given["max_seqlen_k"], seqlens_k)
 
 
 def _check_cache(given: dict[str, Any]) -> None:
