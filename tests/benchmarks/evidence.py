@@ -73,8 +73,6 @@ STEPS = (
     _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
          ("host.json",)),
-    _bench("forward", 60, "--budget-ms 120"),
-    _bench("backward", 50, "--budget-ms 150"),
     Step("scoreboard", "times", 300, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 15 "
          "--attention sdpa-flash,sdpa-cudnn,fa3,fa3-one-split-served --out {out}",
          ("scoreboard.json", "scoreboard.svg")),

@@ -204,10 +204,12 @@ def _pair(one: Mapping[str, float] | None) -> str:
     return "-" if one is None else f"{one['mean']:.2f} ({one['worst']:.2f})"
 
 
-def _means(results: Results, *, name: str) -> str:
+def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
     """Our time over others', by group of a study: geometric mean (worst)."""
     record = results[name]
     summary, titles = record["summary"], record["titles"]
+    if not head_dims:
+        summary = {g: own for g, own in summary.items() if not re.fullmatch(r"D\d+|all", g)}
     names = dict.fromkeys(name for own in summary.values() for name in own)
     order = sorted(names, key=lambda one: (one != "best", list(names).index(one)))
     rows = [[group, *(_pair(own.get(one)) for one in order)] for group, own in summary.items()]
@@ -229,15 +231,15 @@ _SIDES = {
 
 def _by_head_dim(results: Results) -> str:
     """Our time over that of each other implementation, by head dim, forward and backward."""
-    rows = []
-    for head_dim in KERNEL_HEAD_DIMS:
-        row = [str(head_dim)]
-        for study, sides in _SIDES.items():
-            own = results[study]["summary"].get(f"D{head_dim}", {}) if study in results else {}
-            row += [_pair(own.get(name)) for name in sides.values()]
-        rows.append(row)
-    names = list(_SIDES["peers-forward"])
-    header = ["head dim", *(f"forward: {n}" for n in names), *(f"backward: {n}" for n in names)]
+    columns = {}
+    for study, sides in _SIDES.items():
+        summary = results[study]["summary"] if study in results else {}
+        for title, name in sides.items():
+            cells = [_pair(summary.get(f"D{dim}", {}).get(name)) for dim in KERNEL_HEAD_DIMS]
+            if set(cells) != {"-"}:  # it ran
+                columns[f"{study.removeprefix('peers-')}: {title}"] = cells
+    header = ["head dim", *columns]
+    rows = list(zip(map(str, KERNEL_HEAD_DIMS), *columns.values(), strict=True))
     words = (
         "Our time over theirs, geometric mean (worst) of drawn shapes that they can run; padded "
         "head dims count with the next one. FA2: torch's flash backend; FA3: one split. Backwards "
@@ -339,8 +341,6 @@ def _matrix(results: Results) -> str:
 
 
 _STUDIES = (
-    "forward",
-    "backward",
     "decode",
     "servers",
     "peers-forward",
@@ -355,6 +355,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "host": ("host", _host),
     "matrix": ("matrix", _matrix),
     "ranks": ("ranks", _ranks),
+    "servers-in-short": ("servers", partial(_means, name="servers", head_dims=False)),
     "whole-model": ("whole-model", _model),
 }
 
