@@ -188,6 +188,66 @@ def with_dtensors(ranks: int) -> list[bool] | None:
     return _same(expected, [cast(Any, one).to_local() for one in (out, *gradients)], cut)
 
 
+def with_more_of_a_call(ranks: int) -> list[bool] | None:
+    """Compares calls with attention sinks and with two head dims with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    sinks, found = draw((4,), 9).float(), []
+    small = draw((1, 24 * ranks, 2, 8), 10)
+    for degree, order, sink, v in (
+        (1, "zigzag", sinks, None),
+        (None, "contiguous", sinks.bfloat16(), None),
+        (2 if ranks % 2 == 0 else 1, "zigzag", sinks, None),
+        (None, "zigzag", None, small),
+        (1, "contiguous", None, small),
+    ):
+        *inputs, dout = _whole(1, 24 * ranks)
+        if v is not None:
+            inputs, dout = [*inputs[:2], v], dout[..., :8]
+        options: dict[str, Any] = {"causal": True, "learnable_sink": sink}
+        cut: dict[str, Any] = {**group, "order": order}
+        parts = [distributed.shard(tensor, 1, **cut) for tensor in (*inputs, dout)]
+        with _instead(tree, CHUNK_ROWS=16):
+            expected = _gradients(package.flash_attn_func, inputs, dout, **options)
+            options |= {**cut, "ulysses_degree": degree, "heads_k_stride": 1}
+            over = _gradients(distributed.flash_attn_func, parts[:3], parts[3], **options)
+        found += _same(expected, over, cut)
+    return found
+
+
+def with_dtensors_of_two_dimensions(packed: bool) -> list[bool]:
+    """Compares DTensors on 2 x 2 ranks, tokens over one dimension, heads over the other."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tp", "cp"))
+    tokens = 0 if packed else 1
+    inputs = _whole(1, 40)
+    placed = [Shard(tokens + 1), Shard(tokens)]
+    options: dict[str, Any] = {"causal": True}
+    function, over = package.flash_attn_func, distributed.flash_attn_func
+    if packed:
+        starts = torch.tensor([0, 13, 40], dtype=torch.int32)
+        inputs = [tensor[0] for tensor in inputs]
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": 27, "max_seqlen_k": 27}
+        function, over = package.flash_attn_varlen_func, distributed.flash_attn_varlen_func
+    expected = _gradients(function, inputs[:3], inputs[3], **options)
+    leaves: list[Any] = [
+        distribute_tensor(one, mesh, placed).detach().requires_grad_() for one in inputs[:3]
+    ]
+    out = over(*leaves, **options)
+    assert isinstance(out, DTensor)
+    found = [out, *torch.autograd.grad(out, leaves, distribute_tensor(inputs[3], mesh, placed))]
+    return [
+        bits_equal(
+            distribute_tensor(one.detach(), mesh, placed).to_local(), cast(Any, other).to_local()
+        )
+        for one, other in zip(expected, found, strict=True)
+    ]
+
+
 def twice_differentiated() -> str:
     """Returns what a double backward raises."""
     q = draw((1, 4, 2, 16), 1).requires_grad_()
@@ -279,6 +339,36 @@ def _packed_on_one(starts: torch.Tensor, causal: bool) -> tuple[Tensors, Tensors
         inputs[3],
     )
     return inputs, expected
+
+
+def with_sinks_packed(ranks: int) -> list[bool] | None:
+    """Compares packed sequences with attention sinks, some of them on one rank, with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    starts = torch.tensor([0, 3, 9, 9 + 15 * ranks, 24 * ranks], dtype=torch.int32)
+    inputs = [tensor[0] for tensor in _whole(1, 24 * ranks)]
+    options: dict[str, Any] = {"causal": True, "learnable_sink": draw((4,), 9).float()}
+    lengths = starts, starts, 24 * ranks, 24 * ranks
+    out, lse, _ = package.flash_attn_varlen_func(
+        *inputs[:3], *lengths, return_attn_probs=True, **options
+    )
+    parts = [distributed.shard(tensor, 0, **group) for tensor in inputs[:3]]
+    found = distributed.flash_attn_varlen_func(
+        *parts, *lengths, return_attn_probs=True, **options, **group
+    )
+    return [
+        bits_equal(distributed.shard(out, 0, **group), found[0]),
+        bits_equal(distributed.shard(lse, 1, **group), found[1]),
+    ]
+
+
+def sink_raised(what: str) -> str:
+    """Returns what a call raises whose sink needs a gradient, or is on one rank only."""
+    q, k = draw((1, 16, 4, 16), 1), draw((1, 8 if what == "rows" else 16, 2, 16), 2)
+    sink = draw((4,), 9).float().requires_grad_(what == "gradient")
+    given = None if what == "one rank" and dist.get_rank() == 1 else sink
+    return _message(lambda: distributed.flash_attn_func(q, k, k, causal=True, learnable_sink=given))
 
 
 def with_uneven_lengths(ranks: int) -> list[bool] | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks.numbers import as_flag, as_int
 from ..checks.ops import validate
 from ..errors import ArgumentError, UnsupportedError
-from ..interface.call import WithProbs, has_backward, padded, resolve_options, with_ints
+from ..interface.call import WithProbs, as_sink, has_backward, padded, resolve_options, with_ints
 from ..schemas import forward_call
 from ..types import Deterministic, Lengths, Options
 from . import ops
@@ -45,6 +45,7 @@ def _attend(
     lengths: Lengths | None,
     options: tuple[Any, ...],
     alibi_slopes: Any,
+    learnable_sink: Any,
     return_attn_probs: Any,
     where: Where,
 ) -> torch.Tensor | WithProbs:
@@ -57,16 +58,18 @@ def _attend(
         lengths: of packed sequences; None: dense.
         options: arguments of `resolve_options` after head_dim.
         alibi_slopes: has to be None.
+        learnable_sink: the argument.
         return_attn_probs: the argument.
         where: the arguments.
     """
     ranks = Ranks.of(find_group(where.group, where.mesh))
-    spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where)
+    sink = None if learnable_sink is None else as_sink(learnable_sink)
+    spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where, sink)
     with_lse = as_flag("return_attn_probs", return_attn_probs)
     head_dim = max(q.shape[-1], v.shape[-1])  # ranks exchange tensors of one
     starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
     q_, k_, v_ = (padded(one, head_dim) for one in (q, k, v))
-    out, softmax_lse = ops.attend(q_, k_, v_, starts_q, starts_k, *spec)
+    out, softmax_lse = ops.attend(q_, k_, v_, sink, starts_q, starts_k, *spec)
     if out.shape[-1] != v.shape[-1]:
         out = out[..., : v.shape[-1]]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
@@ -81,11 +84,12 @@ def _resolve(
     options: tuple[Any, ...],
     alibi_slopes: Any,
     where: Where,
+    sink: Any = None,
 ) -> CallSpec:
     """Checks a call; see `flash_attn_func` for the errors."""
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
-    _check((q, k, v), lengths, found)
+    _check((q, k, v), lengths, found, sink)
     ranks.check(q.device)
     if found.dropout_p > 0:
         raise UnsupportedError(
@@ -98,6 +102,12 @@ def _resolve(
             "row of their own tensor"
         )
     backward = has_backward((q, k, v), None)
+    if sink is not None and sink.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "learnable_sink: expected one that requires no gradient on several ranks: its gradient "
+            "is a sum over the rows of all ranks, which they don't exchange; pass "
+            "learnable_sink.detach()"
+        )
     if found.keep_residual and backward:
         raise UnsupportedError(
             "keep_residual: expected False on several ranks where q, k or v requires a gradient, "
@@ -117,21 +127,33 @@ def _resolve(
                 f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
                 f"heads, got {degree}"
             )
-    return CallSpec(ranks.name, check_order(where.order), degree, heads_k, backward, *found[1:8])
+    return CallSpec(
+        ranks.name,
+        check_order(where.order),
+        degree,
+        heads_k,
+        backward,
+        sink is not None,
+        *found[1:8],
+    )
 
 
 _valid: set[tuple[Any, ...]] = set()
 
 
-def _check(inputs: tuple[Any, Any, Any], lengths: Lengths | None, options: Options) -> None:
+def _check(
+    inputs: tuple[Any, Any, Any], lengths: Lengths | None, options: Options, sink: Any
+) -> None:
     """Validates a call before any message, unless one with such tensors and numbers has been."""
     tensors = inputs if lengths is None else (*inputs, *lengths[:2])
     key = None
-    if not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors):
+    if sink is not None:
+        pass
+    elif not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors):
         key = *((x.shape, x.dtype, x.device, x.layout) for x in tensors), options
         if key in _valid:
             return
-    validate(*forward_call(inputs, lengths, options, None))
+    validate(*forward_call(inputs, lengths, options, None, learnable_sink=sink))
     if key is not None:
         if len(_valid) >= _MOST:
             _valid.clear()
@@ -139,7 +161,7 @@ def _check(inputs: tuple[Any, Any, Any], lengths: Lengths | None, options: Optio
 
 
 @reported
-@with_dtensors
+@with_dtensors(tokens=1)
 @reported
 def flash_attn_func(
     q: torch.Tensor,
@@ -155,6 +177,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     order: str = CONTIGUOUS,
@@ -187,6 +210,7 @@ def flash_attn_func(
         softmax_scale: as on one device; so are the arguments after it that are not listed here.
         alibi_slopes: has to be None.
         return_attn_probs: whether to return softmax_lse as well.
+        learnable_sink: as on one device, the same on all ranks; it may not require a gradient.
         group: process group over which the tokens are distributed; None: all ranks. Its backend is
             gloo for tensors on the CPU, NCCL for CUDA devices.
         mesh: instead of a group, a DeviceMesh of one dimension.
@@ -208,7 +232,8 @@ def flash_attn_func(
         As on one device, and:
         ArgumentError: an argument or a shape differs between ranks, only some of them want a
             gradient, heads or tokens don't divide by the ranks, or there is no process group.
-        UnsupportedError: dropout, ALiBi, a mode with keep_residual where an input requires a
+        UnsupportedError: dropout, ALiBi, a gradient of learnable_sink, or one with rows that see no
+            key, a mode with keep_residual where an input requires a
             gradient, or a group with another backend.
         RankError: a RuntimeError; another rank has ended, failed, or not answered within the
             group's timeout. From the backward as well. See docs/distributed.md for what is found
@@ -222,13 +247,16 @@ def flash_attn_func(
     scores = softmax_scale, causal, window_size, softcap
     options = dropout_p, *scores, split_size, deterministic
     where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
-    return _attend(q, k, v, None, options, alibi_slopes, return_attn_probs, where)
+    others = alibi_slopes, learnable_sink, return_attn_probs
+    return _attend(q, k, v, None, options, *others, where)
 
 
 flash_attn_qkvpacked_func = of_qkv(flash_attn_func, "(batch, seqlen, 3, nheads, head_dim)")
 flash_attn_kvpacked_func = of_kv(flash_attn_func, "(batch, seqlen_k, 2, nheads_k, head_dim)")
 
 
+@reported
+@with_dtensors(tokens=0)
 @reported
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -249,6 +277,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     split_size: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     order: str = CONTIGUOUS,
@@ -277,7 +306,7 @@ def flash_attn_varlen_func(
         alibi_slopes: has to be None.
         return_attn_probs: whether to return softmax_lse as well.
         block_table: has to be None.
-        group: as in `flash_attn_func`; so are the arguments after it.
+        learnable_sink: as in `flash_attn_func`; so are the arguments after it.
 
     Returns:
         out (total_q, nheads, head_dim); with return_attn_probs the tuple of out, softmax_lse
@@ -296,7 +325,8 @@ def flash_attn_varlen_func(
     scores = softmax_scale, causal, window_size, softcap
     options = dropout_p, *scores, split_size, deterministic
     where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
-    return _attend(q, k, v, lengths, options, alibi_slopes, return_attn_probs, where)
+    others = alibi_slopes, learnable_sink, return_attn_probs
+    return _attend(q, k, v, lengths, options, *others, where)
 
 
 flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func)

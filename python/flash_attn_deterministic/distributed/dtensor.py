@@ -10,13 +10,18 @@ from typing import Any
 from ..errors import ArgumentError
 from .ranks import group_of_dimension
 
-_TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that needs messages
-_INDEPENDENT = (0, 2)  # batch and heads
+
+def with_dtensors(tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function take DTensors, whose placements give the group.
+
+    Args:
+        tokens: the dimension of q, k and v that needs messages: 1, or 0 of packed sequences. Others
+            but the last are independent.
+    """
+    return lambda function: _wrapped(function, tokens)
 
 
-def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a dense function take DTensors, whose placements give the group."""
-
+def _wrapped(function: Callable[..., Any], tokens: int) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         # Not imported here, as that takes a second: no tensor is a DTensor before the import.
@@ -26,7 +31,7 @@ def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(q, k, v, *args, **kwargs)
         if not all(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             raise ArgumentError("q, k, v: expected three DTensors or none, got both kinds")
-        mesh, group = _sequence_group(q, k, v, kwargs)
+        mesh, group = _sequence_group(q, k, v, kwargs, tokens)
         local = (tensor.to_local() for tensor in (q, k, v))
         result = function(*local, *args, **{**kwargs, "group": group})
         out = result[0] if isinstance(result, tuple) else result
@@ -36,7 +41,10 @@ def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _sequence_group(
+    q: Any, k: Any, v: Any, options: dict[str, Any], tokens: int
+) -> tuple[Any, Any]:
+    independent = [one for one in range(tokens + 2) if one != tokens]
     for name in ("group", "mesh"):
         if options.get(name) is not None:
             raise ArgumentError(f"{name}: expected None with DTensors, whose mesh is used")
@@ -48,16 +56,16 @@ def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[An
             )
     found = []
     for number, placement in enumerate(q.placements):
-        if placement.is_shard(_TOKENS):
+        if placement.is_shard(tokens):
             found.append(number)
-        elif not placement.is_replicate() and not any(map(placement.is_shard, _INDEPENDENT)):
+        elif not placement.is_replicate() and not any(map(placement.is_shard, independent)):
+            shards = ", ".join(f"Shard({dimension})" for dimension in range(tokens + 2))
             raise ArgumentError(
-                f"q: expected the placements Shard(0), Shard(1), Shard(2) and Replicate(), got "
-                f"{placement}"
+                f"q: expected the placements {shards} and Replicate(), got {placement}"
             )
     if len(found) != 1:
         raise ArgumentError(
-            "q: expected tokens (dimension 1) sharded over one dimension of the mesh, got "
+            f"q: expected tokens (dimension {tokens}) sharded over one dimension of the mesh, got "
             f"{q.placements}; if they are on every rank, call the function of one device with "
             "to_local()"
         )

@@ -18,7 +18,7 @@ import torch
 from .. import tree
 from ..build_info import build_info
 from ..checks.kernels import check_kernels
-from ..errors import BuildInfoError
+from ..errors import BuildInfoError, UnsupportedError
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
 from ..private import C, is_observed
 from ..types import Gradients, Options, Outputs
@@ -38,6 +38,7 @@ class CallSpec(NamedTuple):
         ulysses_degree: ranks over which heads are divided; 0: the planner chooses.
         heads_k: KV heads computed at a time; 0: the planner chooses.
         backward: whether an input requires a gradient.
+        has_sink: whether there is an attention sink.
         softmax_scale: as of `Options`, and so are the others.
     """
 
@@ -46,6 +47,7 @@ class CallSpec(NamedTuple):
     ulysses_degree: int
     heads_k: int
     backward: bool
+    has_sink: bool
     softmax_scale: float
     window_left: int
     window_right: int
@@ -57,18 +59,19 @@ class CallSpec(NamedTuple):
     @property
     def options(self) -> Options:
         """Returns those of attention on one device."""
-        return Options(0.0, *self[5:])
+        return Options(0.0, *self[6:])
 
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
 # ranks' tokens; then a CallSpec.
 _CALL = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str order, int ulysses_degree, "
-    "int heads_k, bool backward, float softmax_scale, int window_left, int window_right, "
-    "float softcap, int split_size, bool deterministic, bool deterministic_bwd"
+    "int heads_k, bool backward, bool has_sink, float softmax_scale, int window_left, "
+    "int window_right, float softcap, int split_size, bool deterministic, bool deterministic_bwd"
 )
 _SCHEMAS = {
-    "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
+    "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL}) "
+    "-> (Tensor out, Tensor softmax_lse)",
     # `forward` is the number of the forward in its group; -1: unknown.
     "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{_CALL}, int forward) -> (Tensor dq, Tensor dk, Tensor dv)",
@@ -103,6 +106,7 @@ def _sequence_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    learnable_sink: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     *numbers: Any,
@@ -112,7 +116,7 @@ def _sequence_fwd(
     with agreement.taking_part(ranks.group):
         plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
         out, softmax_lse = passes.forward(
-            ranks, plan, _packed(q), _packed(k), _packed(v), spec.options
+            ranks, plan, _packed(q), _packed(k), _packed(v), spec.options, learnable_sink
         )
     if q.dim() == 3:
         return out, softmax_lse.contiguous()
@@ -164,6 +168,11 @@ def _agreed(
         follows = spec.backward and forward is None
         ranks.agreement.agree(call, facts, follows, forward)
     try:
+        if spec.has_sink and shape.has_blind_rows:
+            raise UnsupportedError(
+                "learnable_sink: expected None on several ranks where rows of q see no key: more "
+                "queries than keys in a sequence, or no keys"
+            )
         return plan_of(shape, ranks.rank)
     except Exception as error:
         agreement.know(error)  # follows from what all ranks have agreed on
@@ -173,8 +182,16 @@ def _agreed(
 # What the numbers of a CallSpec after the group are called in errors.
 _FACTS = (
     *("order", "ulysses_degree (0: None)", "heads_k_stride (0: None)"),
-    *("whether an input requires a gradient", "softmax_scale", "the left window"),
-    *("the right window", "softcap", "split_size", "the deterministic mode", "deterministic"),
+    *("whether an input requires a gradient", "whether there is a learnable_sink"),
+    *(
+        "softmax_scale",
+        "the left window",
+        "the right window",
+        "softcap",
+        "split_size",
+        "the deterministic mode",
+        "deterministic",
+    ),
 )
 
 
@@ -310,8 +327,8 @@ def _fake_bwd(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    q, k, v, *starts = inputs[:5]
-    ctx.spec = CallSpec(*inputs[5:])
+    q, k, v, _, *starts = inputs[:6]
+    ctx.spec = CallSpec(*inputs[6:])
     ctx.save_for_backward(q, k, v, *output, *starts)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)

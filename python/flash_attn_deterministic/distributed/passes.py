@@ -115,6 +115,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     options: Options,
+    learnable_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of this rank's rows.
 
@@ -125,6 +126,7 @@ def forward(
         k: (tokens of k on this rank, nheads_k, head_dim).
         v: like k.
         options: of the call; each op has a window of its own.
+        learnable_sink: (nheads,), float32; each row sees it once, with all its keys.
 
     Returns:
         out like q, and softmax_lse (nheads, tokens of q) in the computing dtype; 0 and +inf in rows
@@ -133,7 +135,7 @@ def forward(
     part = plan.forward
     steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
     # While the first keys come, sequences that need none.
-    local = [_attend(call, q, (k, v), options) for call in plan.local]
+    local = [_attend(call, q, (k, v), options, learnable_sink) for call in plan.local]
     if part.keys is None:
         return _outputs(local, q)
     out = softmax_lse = None
@@ -141,7 +143,9 @@ def forward(
         out, softmax_lse = q.new_zeros(q.shape), _endless(q, q.shape[:2]).t()
     going: Callable[[], None] = _nothing
     for step, (rows, *_), keys in steps:
-        found, lse = _outputs([_attend(call, rows, keys, options) for call in part.calls], rows)
+        sink = None if learnable_sink is None else learnable_sink[step.of_rows]
+        of_calls = [_attend(call, rows, keys, options, sink) for call in part.calls]
+        found, lse = _outputs(of_calls, rows)
         if part.rows is None:
             out = _with_heads(out, found, step, q.shape[1], 1)
             softmax_lse = _with_heads(softmax_lse, lse, step, q.shape[1], 0)
@@ -298,12 +302,16 @@ def _nothing() -> None:
 
 
 def _attend(
-    call: Call, q: torch.Tensor, keys: Sequence[torch.Tensor], options: Options
+    call: Call,
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    options: Options,
+    sink: torch.Tensor | None,
 ) -> tuple[slice, torch.Tensor, torch.Tensor]:
     """Returns the rows of a call, their out, and their softmax_lse (nheads, rows)."""
     inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
     lengths, own = call.given(q.device, options)
-    out, softmax_lse = run(schemas.forward_call(inputs, lengths, own, None))
+    out, softmax_lse = run(schemas.forward_call(inputs, lengths, own, None, learnable_sink=sink))
     return call.rows, out, softmax_lse
 
 

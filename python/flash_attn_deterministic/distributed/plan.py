@@ -58,6 +58,15 @@ class Shape:
     heads_k: int = 0  # KV heads computed at a time; 0: the planner chooses
     one_machine: bool = True  # whether all ranks are on one
 
+    @functools.cached_property
+    def has_blind_rows(self) -> bool:
+        """Whether a row sees no key."""
+        lengths_q, lengths_k = (torch.tensor(one).diff() for one in (self.starts_q, self.starts_k))
+        seen = lengths_k  # by the first row
+        if self.right >= 0:
+            seen = torch.minimum(seen, lengths_k - lengths_q + 1 + self.right)
+        return bool(((lengths_q > 0) & (seen <= 0)).any())
+
     @property
     def link(self) -> model.Link:
         """Returns what is between the ranks."""

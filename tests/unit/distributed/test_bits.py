@@ -122,6 +122,19 @@ def test_with_features_of_torch(pool: Pool, function: Any) -> None:
         assert all(found), found
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("function", [ranks.with_more_of_a_call, ranks.with_sinks_packed])
+def test_sinks_and_two_head_dims(pool: Pool, function: Any, count: int) -> None:
+    for found in pool.run(function, count)[:count]:
+        assert found
+        assert all(found), found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_dtensors_of_two_dimensions(pool: Pool, packed: bool) -> None:
+    assert pool.run(ranks.with_dtensors_of_two_dimensions, packed) == [[True] * 4] * 4
+
+
 def test_q_k_and_v_in_one_tensor(pool: Pool) -> None:
     assert pool.run(ranks.packed_in_one, 1) == [[True] * 4] * 4
 

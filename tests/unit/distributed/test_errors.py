@@ -65,6 +65,19 @@ def test_a_gradient_on_one_rank(pool: Pool) -> None:
         assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
 
 
+@pytest.mark.parametrize(
+    ("what", "part"),
+    [
+        ("gradient", "UnsupportedError: learnable_sink: expected one that requires no gradient"),
+        ("rows", "UnsupportedError: learnable_sink: expected None on several ranks where rows"),
+        ("one rank", "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1"),
+    ],
+)
+def test_sinks(pool: Pool, what: str, part: str) -> None:
+    for message in pool.run(ranks.sink_raised, what):
+        assert part in message
+
+
 def test_parts_of_different_lengths(pool: Pool) -> None:
     for message in pool.run(ranks.unshard_raised, {}):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")

@@ -404,15 +404,15 @@ def sequence_call(packed: bool) -> tuple[Arguments, Arguments]:
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         starts = (int32(0, 5, 10), int32(0, 9, 18))
-    spec = CallSpec("", "contiguous", 0, 0, True, *CAUSAL, 64, True, True)
+    spec = CallSpec("", "contiguous", 0, 0, True, False, *CAUSAL, 64, True, True)
     return (q, k, v), (*starts, *spec)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_ops_of_ranks_pass_opcheck(packed: bool) -> None:
     qkv, call = sequence_call(packed)
-    torch.library.opcheck(OPS.sequence_fwd.default, (*qkv, *call))
-    out, softmax_lse = OPS.sequence_fwd(*qkv, *call)
+    torch.library.opcheck(OPS.sequence_fwd.default, (*qkv, None, *call))
+    out, softmax_lse = OPS.sequence_fwd(*qkv, None, *call)
     torch.library.opcheck(OPS.sequence_bwd.default, (out, *qkv, out, softmax_lse, *call, -1))
     leaves = [x.clone().requires_grad_() for x in qkv]
-    torch.library.opcheck(OPS.sequence_fwd.default, (*leaves, *call))
+    torch.library.opcheck(OPS.sequence_fwd.default, (*leaves, None, *call))
