@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, normal, qkv_call
-from flash_attn_deterministic import deterministic_mode, flash_attn_func
+from calls import CALLS, int32, normal, qkv_call
+from flash_attn_deterministic import (
+    deterministic_mode,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from flash_attn_deterministic.errors import DtypeError, UnsupportedError
 from flash_attn_deterministic.mode import Mode, resolve_deterministic
 from torch.utils.checkpoint import (
@@ -129,6 +134,51 @@ def test_export_with_dynamic_shapes(strict: bool) -> None:
         assert bits_equal(out.detach(), module(*inputs).detach())
     out.sum().backward()  # an exported program can be trained
     assert [p.grad is not None for p in exported.parameters()] == [True]
+
+
+class Packed(Attention):
+    """The same of packed sequences."""
+
+    def forward(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any) -> torch.Tensor:  # type: ignore[override]
+        """Attends."""
+        longest = q.shape[0], k.shape[0]
+        return flash_attn_varlen_func(q * self.weight, k, v, starts_q, starts_k, *longest)
+
+
+class Cached(Attention):
+    """The same over a cache."""
+
+    def forward(self, q: Any, k: Any, v: Any, seqlens: Any) -> torch.Tensor:  # type: ignore[override]
+        """Attends."""
+        return flash_attn_with_kvcache(q * self.weight, k, v, cache_seqlens=seqlens)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_export_of_packed_sequences_and_caches(strict: bool) -> None:
+    rows, keys, batch = (torch.export.Dim(name, min=2, max=64) for name in ("q", "k", "b"))
+    packed: Any = ({0: rows}, {0: keys}, {0: keys}, {0: batch}, {0: batch})
+    cached: Any = ({0: batch}, {0: batch, 1: keys}, {0: batch, 1: keys}, {0: batch})
+    one, two = normal(5, 4, 32), normal(9, 2, 32)
+    many, cache = normal(2, 3, 4, 32), normal(2, 9, 2, 32)
+    calls: list[tuple[Attention, Any, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = [
+        (
+            Packed(),
+            packed,
+            (one, two, two + 1, int32(0, 2, 5), int32(0, 4, 9)),
+            (one[:4], two[:7], two[2:], int32(0, 1, 2, 4), int32(0, 4, 4, 7)),
+        ),
+        (
+            Cached(),
+            cached,
+            (many, cache, cache + 1, int32(4, 6)),
+            (normal(3, 3, 4, 32), normal(3, 12, 2, 32), normal(3, 12, 2, 32), int32(4, 6, 12)),
+        ),
+    ]
+    for module, shapes, example, others in calls:
+        exported = torch.export.export(
+            module, example, dynamic_shapes=shapes, strict=strict
+        ).module()
+        assert bits_equal(exported(*others).detach(), module(*others).detach())
 
 
 def _policy(saved: list[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

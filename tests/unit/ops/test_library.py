@@ -66,6 +66,14 @@ def test_import_in_a_program_that_embeds_python(argv: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_import_sets_no_signal_handler() -> None:
+    script = (
+        "import signal, torch; found = lambda: [*map(signal.getsignal, signal.valid_signals())];"
+        "before = found(); import flash_attn_deterministic; assert found() == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_lazy_names() -> None:
     script = (
         "import flash_attn_deterministic as f; assert 'explain' not in vars(f);"

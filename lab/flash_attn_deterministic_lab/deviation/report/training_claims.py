@@ -54,7 +54,9 @@ def _rate(history: History, measure: str) -> float | None:
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     if len(points) < 3:
         return None
-    return float(stats.linregress(*zip(*points, strict=True)).slope)
+    steps, values = zip(*points, strict=True)
+    line: Any = stats.linregress(steps, values)
+    return float(line.slope)
 
 
 def _pairs(
