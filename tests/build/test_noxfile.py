@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release.report import read_gpu_tests
+from stand_ins import program
 
 MACHINE = platform.machine()
 OTHER = "x86_64" if MACHINE == "aarch64" else "aarch64"
@@ -315,16 +316,11 @@ def test_the_script_that_runs_nox_wants_the_same_python(
     tried = re.search(r'for python in (.+) ""', script)
     assert tried
     for name in tried[1].split():
-        put_script(tmp_path / name, "echo Python 3.10.1; exit 1")
+        program(tmp_path / name, "echo Python 3.10.1; exit 1")
     done = subprocess.run([copy], capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 1
     assert "error: Python 3.11 or newer is needed" in done.stderr
     assert "on PATH: Python 3.10.1" in done.stderr
-    put_script(tmp_path / "python3.12", f'echo "$@" >> {tmp_path}/calls; [ "$1" = -c ]')
+    program(tmp_path / "python3.12", f'echo "$@" >> {tmp_path}/calls; [ "$1" = -c ]')
     subprocess.run([copy], capture_output=True, check=False, env=environ)
     assert (tmp_path / "calls").read_text().endswith("-m venv --clear .nox/ci\n")
-
-
-def put_script(path: Path, program: str) -> None:
-    path.write_text(f"#!/bin/sh\n{program}\n")
-    path.chmod(0o755)

@@ -6,11 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,31 +115,6 @@ def tree_of(folder: Path) -> dict[str, bytes]:
     """Bytes of all files below a folder, by POSIX path relative to it."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class _Refusing(_Quiet):
-    def do_GET(self) -> None:
-        self.send_error(503)
-
-
-@contextmanager
-def serve(folder: Path, refuse: bool = False) -> Iterator[str]:
-    """Serves a folder over loopback HTTP, or answers all with status 503; yields its URL."""
-    handler = partial(_Refusing if refuse else _Quiet, directory=str(folder))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def make_index(folder: Path, archive: Path) -> Path:

@@ -13,6 +13,7 @@ import pytest
 from flash_attn_build.compile import debian_cuda
 from flash_attn_build.errors import RefusedError, ToolchainError
 from flash_attn_build.files import sha256_of
+from stand_ins import program
 
 SHARE = "usr/lib/nvidia-cuda-toolkit"
 HELD = (
@@ -94,14 +95,12 @@ def test_where_apt_has_no_mirror_of_debian(
 ) -> None:
     """A container of Debian fetches the package; without one, the message names it."""
     kept = package.rename(tmp_path / "kept.deb")
-    (tmp_path / "bin").mkdir()
     programs = {"apt-get": "echo Ubuntu http://example.org/ubuntu", "docker": "exit 125"}
     if engine:
         # run --rm --volume FOLDER:/out IMAGE sh -c SCRIPT sh /out
         programs[engine] = f'[ "$5" = debian:trixie ] && cp {kept} "${{4%:/out}}/{package.name}"'
-    for name, program in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{program}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    for name, text in programs.items():
+        program(tmp_path / "bin" / name, text)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin")
     if engine:
         assert debian_cuda.fetch(package.parent) == package

@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 from flash_attn_build.compile import toolchain
 from flash_attn_build.errors import ToolchainError
-
-
-def script(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return path
+from stand_ins import program
 
 
 def toolkit(root: Path, version: str = "13.0.88") -> Path:
-    nvcc = script(
+    nvcc = program(
         root / "bin" / "nvcc",
         f'case "$1" in --version) echo "Cuda compilation tools, release 13.0, V{version}" ;;\n'
-        f'*) echo "#\\$ TOP={root}/bin/.." >&2 ;; esac\n',
+        f'*) echo "#\\$ TOP={root}/bin/.." >&2 ;; esac',
     )
     for name in ("include/cuda_runtime.h", "include/cccl/cuda/std/version"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +44,7 @@ def test_finds_nvcc_by(variable: str, tmp_path: Path, packages: Path) -> None:
 
 def test_looks_behind_a_wrapper_script(tmp_path: Path, packages: Path) -> None:
     nvcc = toolkit(tmp_path / "cuda")
-    wrapper = script(tmp_path / "bin" / "nvcc", f'exec {nvcc} "$@"\n')
+    wrapper = program(tmp_path / "bin" / "nvcc", f'exec {nvcc} "$@"')
     assert toolchain.find({"PATH": str(wrapper.parent)}, packages).nvcc == nvcc
 
 
@@ -85,7 +79,7 @@ def test_the_cross_compiler_is_named_with_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    compiler = script(tmp_path / "bin" / "aarch64-linux-gnu-g++", "")
+    compiler = program(tmp_path / "bin" / "aarch64-linux-gnu-g++", "")
     environ = {"PATH": str(tmp_path / "bin"), "CXX": "clang++"}
     assert toolchain.host_compiler("aarch64", environ) == (str(compiler),)
     compiler.unlink()
@@ -126,23 +120,23 @@ def test_the_hash_of_a_toolkit_is_that_of_what_decides_on_gpu_code(
         *(f"bin/{each}" for each in decides), "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
         "include/cuda_fp16.h", "include/crt/math_functions.hpp",
     ):  # fmt: skip
-        script(tmp_path / "cuda" / name, "")
+        program(tmp_path / "cuda" / name, "")
         hashes.append(toolchain.toolkit_sha256(found))
     assert len({*hashes}) == len(hashes)
     for name in ("bin/cuobjdump", "lib/libcudart_static.a", "include/curand.h"):
-        script(tmp_path / "cuda" / name, "")
+        program(tmp_path / "cuda" / name, "")
     assert toolchain.toolkit_sha256(found) == hashes[-1]
 
 
 def test_something_that_is_no_nvcc(tmp_path: Path, packages: Path) -> None:
-    path = script(tmp_path / "bin" / "nvcc", "echo hello\n")
+    path = program(tmp_path / "bin" / "nvcc", "echo hello")
     with pytest.raises(ToolchainError, match="names no version"):
         toolchain.find({"CUDACXX": str(path)}, packages)
 
 
 def test_host_compiler(tmp_path: Path) -> None:
     for name in ("g++", "clang++", "ccache"):
-        script(tmp_path / name, "")
+        program(tmp_path / name, "")
     for given, expected in (
         ("", ("g++",)), ("clang++", ("clang++",)), ("ccache g++ -m64", ("ccache", "g++", "-m64")),
     ):  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import release_samples
 from release_samples import Project
+from stand_ins import program
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +29,11 @@ def project(intact: Project, tmp_path: Path) -> Project:
 @pytest.fixture
 def gh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a `gh` of a few lines of shell on PATH; the file returned lists how it was called."""
-    path, calls = tmp_path / "bin" / "gh", tmp_path / "calls"
-    path.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
-    def put(program: str) -> Path:
-        path.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{program}\n')
-        path.chmod(0o755)
+    def put(answer: str) -> Path:
+        program(tmp_path / "bin" / "gh", f'echo "$@" >> {calls}\n{answer}')
         return calls
 
     return put

@@ -6,16 +6,15 @@ import base64
 import hashlib
 import json
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fake_wheel
-import package_server
 import pytest
 import release_samples
+import stand_ins
 from fake_wheel import VERSION
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import write_json, write_text
@@ -227,25 +226,22 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
 def test_torch_is_never_taken_from_the_index(releases: Path, tmp_path: Path, torch: str) -> None:
     """README's command; a torch that will not do is an error, and not looked for elsewhere."""
     write(releases)
-    python = package_server.clean_environment(tmp_path / "environment")
+    python = stand_ins.clean_environment(tmp_path / "environment")
     (site,) = (tmp_path / "environment").rglob("site-packages")
     metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
     write_text(site / f"torch-{torch}.dist-info" / "METADATA", metadata)
-    command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
-    command += ["--directory", str(tmp_path / "index")]
-    fails = torch == "2.9.1"
-    with package_server.serve(command, tmp_path / "log") as address:
-        said = package_server.pip_install(
-            python, f"{address}simple/", "flash-attn-deterministic", fails=fails
+    fails, asked = torch == "2.9.1", list[str]()
+    with stand_ins.static(tmp_path / "index", asked) as url:
+        said = stand_ins.pip_install(
+            python, f"{url}/simple/", "flash-attn-deterministic", fails=fails
         )
     assert ("No matching distribution found for torch>=2.10" in said) == fails
     assert (site / "flash_attn_deterministic" / "_C.so").exists() != fails
-    log = (tmp_path / "log").read_text()
-    assert ("/simple/torch/" in log) == fails
+    assert ("/simple/torch/" in asked) == fails
     # Metadata first (PEP 658), then the wheel.
-    name = the_wheel(releases).name
-    found = [f'"GET /packages/{each} ' in log for each in (f"{name}.metadata", name)]
-    assert found == [True, not fails]
+    wheel = f"/packages/{the_wheel(releases).name}"
+    found = [path for path in asked if path.startswith("/packages/")]
+    assert found == [f"{wheel}.metadata", *([] if fails else [wheel])]
 
 
 def bundle(*names: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import package_server
 import pytest
 import release_samples
+import stand_ins
 from fake_wheel import VERSION
 from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
@@ -70,12 +70,11 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
 
 def upload(wheel: Path, folder: Path) -> None:
     """By twine to a package server on loopback."""
-    packages, log = folder / "packages", folder / "server.log"
-    command = package_server.package_server(packages, log, "-P", ".", "-a", ".")
+    packages = folder / "packages"
     environ = {**os.environ, "TWINE_USERNAME": "x", "TWINE_PASSWORD": "y"}
     twine = [sys.executable, "-m", "twine", "upload", "--non-interactive"]
-    with package_server.serve(command, log) as address:
-        subprocess.run([*twine, "--repository-url", address, str(wheel)], env=environ, check=True)
+    with stand_ins.uploads(packages) as url:
+        subprocess.run([*twine, "--repository-url", url, str(wheel)], env=environ, check=True)
     (uploaded,) = packages.glob("*.whl")
     assert uploaded.read_bytes() == wheel.read_bytes()
 
@@ -228,11 +227,9 @@ def test_from_the_tag_to_pip_install(
     shutil.copytree(out / "assets", tmp_path / "releases" / TAG)
     given = ["--releases", str(tmp_path / "releases"), "--out", str(tmp_path / "index")]
     assert index.main([*given, "--unattested"]) == 0
-    command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
-    command += ["--directory", str(tmp_path / "index")]
-    with package_server.serve(command, tmp_path / "index.log") as address:
+    with stand_ins.static(tmp_path / "index") as url:
         # README's command: torch is there, and nothing else comes from elsewhere.
-        package_server.pip_install(fresh, f"{address}simple/", NAME)
+        stand_ins.pip_install(fresh, f"{url}/simple/", NAME)
     program = (
         "import torch, flash_attn_deterministic as fa; x = torch.randn(1, 70, 2, 64).half(); "
         "same = torch.equal(fa.flash_attn_func(x, x, x), fa.flash_attn_func(x, x, x)); "

@@ -10,7 +10,8 @@ import pytest
 from flash_attn_build.errors import BuildError, RefusedError, SettingError, ToolchainError
 from flash_attn_build.upstream import fetch
 from flash_attn_build.upstream.pin import Pin
-from upstream_samples import SDIST, make_index, serve
+from stand_ins import static
+from upstream_samples import SDIST, make_index
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_a_source_that_fails_does_not_stop_the_search(
     other = tmp_path / "other" / SDIST
     other.parent.mkdir()
     other.write_bytes(b"other")
-    with serve(make_index(tmp_path / "index", archive)) as url:
+    with static(make_index(tmp_path / "index", archive)) as url:
         urls = {"index_url": f"http://{closed_port}", "extra_index_url": url}
         found = download(pin, monkeypatch, **urls, find_links=str(other.parent))
     assert found == archive.read_bytes()
@@ -91,9 +92,12 @@ def test_refused_connections_are_tried_again_and_named_without_the_password(
 def test_what_is_not_there_is_said(
     pin: Pin, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve(tmp_path, refuse=True) as url, pytest.raises(ToolchainError, match=f"{url}/.*503"):
+    with static(tmp_path, refuse=True) as url, pytest.raises(ToolchainError, match=f"{url}/.*503"):
         download(pin, monkeypatch, index_url=url)
-    with serve(tmp_path) as url, pytest.raises(ToolchainError, match=f"not found in {url}") as said:
+    with (
+        static(tmp_path) as url,
+        pytest.raises(ToolchainError, match=f"not found in {url}") as said,
+    ):
         download(pin, monkeypatch, index_url=url)
     assert pin.version in str(said.value)
     archive.unlink()
@@ -105,7 +109,7 @@ def test_what_is_not_there_is_said(
 
 def test_wrong_bytes(pin: Pin, archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive.write_bytes(b"other")
-    with serve(archive.parent) as url, pytest.raises(RefusedError, match="sha256 d929") as caught:
+    with static(archive.parent) as url, pytest.raises(RefusedError, match="sha256 d929") as caught:
         download(pin, monkeypatch, no_index="1", find_links=f"{url}/")
     assert pin.sha256 in str(caught.value)
 
@@ -138,5 +142,5 @@ def test_proxy_and_certificates(
     make_index(tmp_path / "http:" / "localhost:9" / "simple", archive)
     (tmp_path / "certificates").mkdir()
     options = {"index_url": "http://localhost:9/simple", "cert": str(tmp_path / "certificates")}
-    with serve(tmp_path) as url:
+    with static(tmp_path) as url:
         assert download(pin, monkeypatch, proxy=url, **options) == archive.read_bytes()
