@@ -376,18 +376,27 @@ def with_uneven_lengths(ranks: int) -> list[bool] | None:
     group = group_of(ranks)
     if not group:
         return None
-    starts = torch.tensor([0, 9, 9 + 7 * ranks], dtype=torch.int32)
-    inputs, expected = _packed_on_one(starts, True)
-    cut: dict[str, Any] = {**group, "cu_seqlens": starts}
-    found = _gradients(
-        lambda *qkv: distributed.flash_attn_varlen_func(
-            *qkv, starts, starts, 0, 0, causal=True, **group
-        ),
-        [distributed.shard(tensor, 0, **cut) for tensor in inputs[:3]],
-        distributed.shard(inputs[3], 0, **cut),
-    )
-    whole = [distributed.unshard(one, 0, **cut)[: starts[-1]] for one in found]
-    return [bits_equal(*pair) for pair in zip(expected, whole, strict=True)]
+    same = []
+    for order, lengths in itertools.product(
+        ("contiguous", "zigzag"), ((9, 7 * ranks), (1, 0, 30, 2), (61,))
+    ):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        inputs, expected = _packed_on_one(starts, True)
+        cut: dict[str, Any] = {**group, "order": order}
+        parts = [distributed.shard(tensor, 0, cu_seqlens=starts, **cut) for tensor in inputs]
+        with _instead(tree, CHUNK_ROWS=4096 if len(lengths) > 1 else 16):
+            if len(lengths) == 1:
+                expected = _packed_on_one(starts, True)[1]
+            function = functools.partial(_varlen_causal, starts, cut)
+            found = _gradients(function, parts[:3], parts[3])
+        whole = [distributed.unshard(one, 0, cu_seqlens=starts, **cut) for one in found]
+        pairs = zip(expected, whole, strict=True)
+        same += [bits_equal(one, other[: starts[-1]]) for one, other in pairs]
+    return same
+
+
+def _varlen_causal(starts: torch.Tensor, cut: dict[str, Any], *qkv: torch.Tensor) -> Any:
+    return distributed.flash_attn_varlen_func(*qkv, starts, starts, 0, 0, causal=True, **cut)
 
 
 def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:

@@ -288,7 +288,8 @@ def flash_attn_varlen_func(
 
     cu_seqlens are those of the tokens of all ranks. In the contiguous order rank r holds the r-th
     of P parts of these, and a sequence may begin on one rank and end on another. In the zigzag
-    order each sequence is cut as `flash_attn_func` shows, and its length divides by 2 P.
+    order each sequence is cut as `flash_attn_func` shows, into parts of equally many rows; rows
+    after its last token belong to no sequence.
 
     The host reads cu_seqlens, and waits for those on a CUDA device, once while a tensor lives.
 

@@ -94,12 +94,11 @@ def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, nam
         ranks: number of ranks.
         order: "contiguous": rank r holds the r-th of P parts of all tokens, whatever sequences they
             belong to; "zigzag": of each sequence it holds the r-th and the r-th from the end of 2 P
-            parts.
+            parts, for which each rank has equally many rows; the last parts may not fill them.
         name: of the argument with the starts, for errors.
 
     Raises:
-        ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens; a length
-            that does not divide by 2 P in the zigzag order.
+        ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens.
     """
     given = torch.tensor(starts, dtype=torch.long)
     lengths = given.diff()
@@ -108,24 +107,29 @@ def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, nam
             f"{name}: expected a 0, then numbers that don't decrease, got {_some(starts)}"
         )
     if order == ZIGZAG:
-        for sequence in (lengths % (2 * ranks)).nonzero().flatten().tolist():
+        rows = int(zigzag_rows(lengths, ranks).sum())
+        if total != rows:
             raise ArgumentError(
-                f"{name}: expected lengths that divide by 2 * {ranks} ranks with order='zigzag', "
-                f"got {int(lengths[sequence])} tokens in sequence {sequence}"
+                f"{name}: expected {rows} tokens on each of {ranks} ranks with order='zigzag', "
+                f"which cuts each sequence into 2 * {ranks} parts, got {total}"
             )
-    if starts[-1] > total * ranks or (order == ZIGZAG and starts[-1] != total * ranks):
-        raise ArgumentError(
-            f"{name}: expected {'' if order == ZIGZAG else 'at most '}{total * ranks} tokens, "
-            f"{total} on each of {ranks} ranks, got {starts[-1]}"
-        )
-    if order == ZIGZAG:
         return _cut_each(given, ranks, order)
+    if starts[-1] > total * ranks:
+        raise ArgumentError(
+            f"{name}: expected at most {total * ranks} tokens, {total} on each of {ranks} ranks, "
+            f"got {starts[-1]}"
+        )
     borders = (torch.arange(ranks) * total).clamp(max=starts[-1])
     borders = torch.unique(torch.cat([given, borders]))  # type: ignore[no-untyped-call, unused-ignore]
     begin, end = borders[:-1], borders[1:]
     rank = begin // max(total, 1)
     sequence = torch.searchsorted(given, begin, right=True) - 1
     return Layout(rank, sequence, begin, end, begin - rank * total)
+
+
+def zigzag_rows(lengths: Numbers, ranks: int) -> Numbers:
+    """Returns how many rows each rank has for sequences in the zigzag order."""
+    return -(lengths // (-2 * ranks)) * 2
 
 
 def _cut_each(starts: Numbers, ranks: int, order: str) -> Layout:
@@ -136,10 +140,11 @@ def _cut_each(starts: Numbers, ranks: int, order: str) -> Layout:
         units, count, part = 2 * ranks, 2 * ranks - 1, torch.arange(2 * ranks - 1)
         second = (part >= ranks).long()
         begins, rank = part + second, torch.minimum(part, count - 1 - part)
-    unit = (starts.diff() // units)[:, None]
-    begin = starts[:-1, None] + begins * unit
+    rows = zigzag_rows(starts.diff(), ranks) if order == ZIGZAG else starts.diff() // ranks
+    unit = (rows // (units // ranks))[:, None]
+    begin = torch.minimum(starts[:-1, None] + begins * unit, starts[1:, None])
     end = torch.cat([begin[:, 1:], starts[1:, None]], 1)
-    at = starts[:-1, None] // ranks + second * unit
+    at = (rows.cumsum(0) - rows)[:, None] + second * unit
     sequence = torch.arange(starts.numel() - 1)[:, None]
     pieces = (rank.expand_as(begin), sequence.expand_as(begin), begin, end, at)
     found = Layout(*(one.flatten() for one in pieces))
@@ -182,16 +187,19 @@ def expand(counts: Numbers, total: int | None = None) -> tuple[Numbers, Numbers]
     return which, offset - (counts.cumsum(0) - counts)[which]
 
 
-def tokens_of(layout: Layout, rank: int, total: int) -> Numbers:
+def tokens_of(layout: Layout, rank: int, total: int, none: int | None = None) -> Numbers:
     """Returns, for each place of a rank's tensor, the token there; tokens of no sequence last.
 
     Args:
         layout: of all tokens of sequences.
         rank: the rank.
         total: tokens on each rank.
+        none: what stands for no token; None: such places have tokens of no sequence.
     """
     own = layout.select(layout.rank == rank)
     index = torch.arange(rank * total, (rank + 1) * total)
+    if none is not None:
+        index.fill_(none)
     which, offset = expand(own.end - own.begin)
     index[own.at[which] + offset] = own.begin[which] + offset
     return index

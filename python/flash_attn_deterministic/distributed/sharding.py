@@ -13,7 +13,15 @@ from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
 from . import agreement
 from .calls import reported
-from .layout import CONTIGUOUS, check_order, dense_layout, packed_layout, tokens_of
+from .layout import (
+    CONTIGUOUS,
+    ZIGZAG,
+    check_order,
+    dense_layout,
+    packed_layout,
+    tokens_of,
+    zigzag_rows,
+)
 from .ranks import Ranks, find_group
 
 
@@ -38,22 +46,33 @@ def shard(
             sequence.
 
     Returns:
-        A copy of this rank's tokens. Gradients pass through. With cu_seqlens and in the contiguous
-        order, zeros are appended to tokens that don't divide by the ranks: `unshard` returns these
-        too, and flash_attn_varlen_func takes them for tokens of no sequence.
+        A copy of this rank's tokens. Gradients pass through. With cu_seqlens, zeros stand for
+        missing tokens: in the contiguous order behind all tokens that don't divide by the ranks,
+        which `unshard` returns too; in the zigzag order behind each sequence whose length does not
+        divide by twice the ranks. flash_attn_varlen_func takes them for tokens of no sequence.
 
     Raises:
-        ArgumentError: the tokens don't divide by the ranks (by twice as many in the zigzag order),
-            or there is no such dimension.
+        ArgumentError: without cu_seqlens, the tokens don't divide by the ranks (by twice as many in
+            the zigzag order); or there is no such dimension.
         ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
     ranks = Ranks.of(find_group(group, mesh))
     dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
-    missing = -tensor.shape[dim] % ranks.size
-    if missing and starts is not None and order == CONTIGUOUS:
-        shape = *tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    index = _order(tensor.shape[dim], ranks, order, starts)[ranks.rank]
+    tokens, rows = tensor.shape[dim], 0
+    if starts is not None:
+        missing = -tokens % ranks.size
+        if order == ZIGZAG:
+            if starts[-1:] != (tokens,):
+                raise ArgumentError(
+                    f"cu_seqlens: expected {tokens} tokens with order='zigzag', as in the tensor, "
+                    f"got {starts[-1] if starts else 'none'}"
+                )
+            rows = int(zigzag_rows(torch.tensor(starts).diff(), ranks.size).sum()) * ranks.size
+            missing = int(rows > tokens)
+        if missing:
+            shape = *tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    index = _order(rows or tensor.shape[dim], ranks, order, starts)[ranks.rank]
     return tensor.index_select(dim, index.to(tensor.device))
 
 
@@ -98,8 +117,10 @@ def unshard(
         ranks.all_to_all(data, arrived, sizes, sizes, "parts of a tensor").wait()
         parts = arrived.view(part.dtype).view(ranks.size, *part.shape)
     whole = torch.cat(list(parts), dim)
-    order_of_all = torch.cat(_order(whole.shape[dim], ranks, order, starts))
-    return whole.index_select(dim, order_of_all.argsort().to(whole.device))
+    index = torch.cat(_order(whole.shape[dim], ranks, order, starts)).argsort()
+    if starts is not None and order == ZIGZAG:
+        index = index[: starts[-1]]
+    return whole.index_select(dim, index.to(whole.device))
 
 
 def _dimension(tensor: Any, dim: Any) -> int:
@@ -129,11 +150,12 @@ def _order(
     if tokens % ranks.size:
         raise ArgumentError(
             f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got "
-            f"{tokens}; pass cu_seqlens, with order={CONTIGUOUS!r} and flash_attn_varlen_func"
+            f"{tokens}; pass cu_seqlens, and call flash_attn_varlen_func"
         )
     each = tokens // ranks.size
     if starts is None:
         layout = dense_layout(1, each, ranks.size, order)
-    else:
-        layout = packed_layout(starts, each, ranks.size, order, "cu_seqlens")
-    return [tokens_of(layout, rank, each) for rank in range(ranks.size)]
+        return [tokens_of(layout, rank, each) for rank in range(ranks.size)]
+    layout = packed_layout(starts, each, ranks.size, order, "cu_seqlens")
+    none = starts[-1] if order == ZIGZAG else None
+    return [tokens_of(layout, rank, each, none) for rank in range(ranks.size)]

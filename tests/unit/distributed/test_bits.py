@@ -112,7 +112,6 @@ def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
     "function",
     [
         *(ranks.checkpointed, ranks.compiled, ranks.with_dtensors, ranks.in_context_parallel),
-        ranks.with_uneven_lengths,
     ],
     ids=lambda function: function.__name__,
 )
@@ -123,8 +122,12 @@ def test_with_features_of_torch(pool: Pool, function: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("function", [ranks.with_more_of_a_call, ranks.with_sinks_packed])
-def test_sinks_and_two_head_dims(pool: Pool, function: Any, count: int) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [ranks.with_more_of_a_call, ranks.with_sinks_packed, ranks.with_uneven_lengths],
+    ids=lambda function: function.__name__,
+)
+def test_sinks_two_head_dims_and_uneven_lengths(pool: Pool, function: Any, count: int) -> None:
     for found in pool.run(function, count)[:count]:
         assert found
         assert all(found), found

@@ -125,9 +125,9 @@ def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> N
             id="beyond",
         ),
         pytest.param(
-            [0, 6, 16], "zigzag", "lengths that divide by 2 * 2 ranks", id="zigzag-length"
+            [0, 6, 16], "zigzag", "expected 10 tokens on each of 2 ranks", id="zigzag-length"
         ),
-        pytest.param([0, 12], "zigzag", "expected 16 tokens", id="zigzag-total"),
+        pytest.param([0, 12], "zigzag", "expected 6 tokens on each", id="zigzag-total"),
     ],
 )
 def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
