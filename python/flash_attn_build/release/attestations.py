@@ -32,7 +32,7 @@ def check_built(paths: Iterable[Path], repository: str, *sources: str) -> None:
     """
     for path in paths:
         try:
-            _verify(path, repository, *sources)
+            verify(path, repository, *sources)
         except RefusedError as error:
             raise RefusedError(f"{path.name}: has no attestation of its build: {error}") from error
 
@@ -57,7 +57,7 @@ def _results(wheel: Path, repository: str, *sources: str) -> set[str]:
     """The results of the attested verifications of a wheel."""
     options = ("--predicate-type", TEST_RESULT, "--format", "json", *sources)
     try:
-        said = json.loads(_verify(wheel, repository, *options))
+        said = json.loads(verify(wheel, repository, *options))
         statements = [each["verificationResult"]["statement"] for each in said]
         return {str(statement["predicate"]["result"]) for statement in statements}
     except (ValueError, LookupError, TypeError) as error:
@@ -68,7 +68,8 @@ def _results(wheel: Path, repository: str, *sources: str) -> set[str]:
         raise
 
 
-def _verify(path: Path, repository: str, *options: str) -> str:
+def verify(path: Path, repository: str, *options: str) -> str:
+    """What gh says of a file that a hosted runner attested in the repository's release workflow."""
     workflow = f"{repository}/.github/workflows/release.yml"
     signer = ("--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners")
     return gh("attestation", "verify", str(path), *signer, *options)

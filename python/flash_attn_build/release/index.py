@@ -28,7 +28,7 @@ from ..compile import manifest
 from ..errors import RefusedError, exit_status
 from ..files import ROOT, sha256_of, write_json, write_text
 from ..wheel.dist_info import PACKAGE
-from .attestations import check_built, check_passed, gh
+from .attestations import check_built, check_passed, gh, verify
 from .gate import find_wheels
 
 NAME = "flash-attn-deterministic"
@@ -62,7 +62,7 @@ def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None)
                     check_passed(wheel, repository, folder.name)
                 label = parse_wheel_filename(wheel.name)[1].local or ""
                 file = _place(wheel, made / label / "packages")
-                if repository is not None and (data := _provenance(wheel, repository)):
+                if repository is not None and (data := _provenance(wheel, repository, source)):
                     target = made / label / "packages" / f"{wheel.name}.provenance"
                     write_json(target, data)
                     # PEP 740 wants a whole address, where wheels have one relative to the page.
@@ -116,10 +116,10 @@ def _place(wheel: Path, packages: Path) -> dict[str, Any]:
     }
 
 
-def _provenance(wheel: Path, repository: str) -> dict[str, Any] | None:
+def _provenance(wheel: Path, repository: str, source: str) -> dict[str, Any] | None:
     """The attestation of a wheel's build in the form of PEP 740; None if it has not that form."""
-    said = gh("attestation", "verify", str(wheel), "--repo", repository, "--format", "json")
-    bundle = json.loads(said)[0]["attestation"]["bundle"]
+    said = json.loads(verify(wheel, repository, source, "--format", "json"))
+    bundle = said[0]["attestation"]["bundle"]
     material, envelope = bundle["verificationMaterial"], bundle["dsseEnvelope"]
     subjects = json.loads(base64.b64decode(envelope["payload"]))["subject"]
     if [subject["name"] for subject in subjects] != [wheel.name]:

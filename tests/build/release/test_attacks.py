@@ -7,6 +7,7 @@ machine after the build; a changed report has the digest of what it now says.
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import stat
@@ -96,8 +97,23 @@ def another_version(project: Project) -> None:
     project.exchange(project.wheel)
 
 
+def bill(change: Change) -> Attack:
+    """Changes the bill of materials, laid out as the build does."""
+
+    def rewritten(data: bytes) -> bytes:
+        content = json.loads(data)
+        change(content)
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+    return with_files(lambda files: files.update({BILL: rewritten(files[BILL])}))
+
+
 def manifest(change: Change) -> Attack:
     return lambda project: edit(project.manifest_path, change)
+
+
+def no_manifest(text: str) -> Attack:
+    return lambda project: project.manifest_path.write_text(text)
 
 
 def tool(**versions: str) -> Attack:
@@ -238,6 +254,16 @@ WHEELS: dict[str, tuple[Attack, str]] = {
     "another bill": (replacing(BILL, b"CUTLASS", b"NOTHING"), NO_BILL),
     "a bill that says another licence": (replacing(BILL, b'"MIT"', b'"WTFPL"'), NO_BILL),
     "a bill of another number": (replacing(BILL, b"urn:uuid:", b"urn:uuid:0"), NO_BILL),
+    "a bill that lacks a component": (bill(lambda b: b["components"].pop()), NO_BILL),
+    "a bill of one more": (
+        bill(lambda b: b["components"].append({**b["components"][2], "name": "x"})), "'x'"
+    ),
+    "a bill without a hash": (
+        bill(put("components.2.hashes.0.content", "")), "has no version or no hash"
+    ),
+    "a bill of another upstream": (bill(put("components.0.hashes.0.content", "0" * 64)), NO_BILL),
+    "a bill without its graph": (bill(lambda b: b.pop("dependencies")), NO_BILL),
+    "no bill": (bill(lambda b: b.clear()), "not the bill of materials of this build"),
     "another spelling of the version": (
         another_version, f"name: expected {PACKAGE}-{VERSION}-py3"
     ),
@@ -332,6 +358,11 @@ MANIFESTS: dict[str, tuple[Attack, str]] = {
     "no environment": (
         manifest(lambda m: m["build"].pop("environment")), "build.environment: expected {}"
     ),
+    "no manifest": (
+        lambda p: p.manifest_path.unlink(), "manifest.json is missing; the build writes it"
+    ),
+    "a manifest that is cut off": (no_manifest("{"), "manifest.json is unreadable"),
+    "a manifest that is a list": (no_manifest("[]"), "manifest: expected schema 4"),
     "an older manifest": (manifest(put("schema", 1)), "manifest: expected schema 4"),
     **{
         f"{key} of another form": (

@@ -202,6 +202,8 @@ def test_files_come_from_all_releases(
     assert "release list --exclude-drafts" in listing
     assert download.startswith(f"release download {TAG}")
     assert [call.split()[:2] for call in asked] == [["attestation", "verify"]] * 5
+    signer = "--repo o/n --signer-workflow o/n/.github/workflows/release.yml --deny-self-hosted"
+    assert all(signer in call for call in asked)
     assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,35 +70,11 @@ def test_a_release_of_upstream_that_nobody_looked_at() -> None:
     assert load_pin().version in sbom.CUTLASS_IN
 
 
-def row(bill: Any, name: str) -> Any:
-    return next(each for each in bill["components"] if each["name"] == name)
-
-
 NOT_THIS = "is not the one of this library"
 
 
-def in_row(name: str, **fields: Any) -> Callable[[Any], object]:
-    return lambda bill: row(bill, name).update(fields)
-
-
-WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
-    "missing component": (lambda b: b["components"].pop(), NOT_THIS),
-    "one more": (lambda b: b["components"].append({**b["components"][2], "name": "x"}), "'x'"),
-    "no hash": (in_row("Zig runtime libraries", hashes=[{"content": ""}]), "no version or no hash"),
-    "other upstream": (in_row("flash-attn", hashes=[{"content": "0" * 64}]), NOT_THIS),
-    "not a bill": (lambda b: b.clear(), "not the bill of materials of this build"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "expected"), WRONG.values(), ids=WRONG)
-def test_a_wrong_bill(change: Callable[[Any], object], expected: str) -> None:
-    assert problems(describe()) == ""
-    bill = json.loads(describe())
-    change(bill)
-    assert expected in problems((json.dumps(bill, indent=2) + "\n").encode())
-
-
 def test_a_bill_of_something_else() -> None:
+    assert problems(describe()) == ""
     assert NOT_THIS in problems(describe(), library=b"another")
     assert NOT_THIS in problems(describe(), version="0.2.0")
     assert NOT_THIS in problems(describe(archive.date_of(9)))
