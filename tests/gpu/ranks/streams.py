@@ -20,12 +20,12 @@ import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_varlen_func
 
 # Lengths of packed sequences, order, KV heads of 8, ulysses_degree. The second sequence of the
-# third lies on the last rank alone, so that some messages are empty.
+# third lies on the last rank alone, so that some messages are empty. Every other call has sinks.
 CALLS: tuple[tuple[tuple[int, ...], str, int, int | None], ...] = (
     ((16384,), "zigzag", 2, 1),
     ((16384,), "zigzag", 2, 2),
     ((9000, 7384), "contiguous", 1, 1),
-    ((4096, 512, 11776), "zigzag", 4, None),
+    ((4096, 509, 11776), "zigzag", 4, None),
 )
 ROUNDS = 6
 
@@ -46,10 +46,15 @@ def main(device: str) -> bool:
             for heads in (8, nheads_k, nheads_k, 8)
         ]
         args = cu_seqlens, cu_seqlens, starts[-1], starts[-1]
+        sink = torch.linspace(-1, 2, 8, device=device) if number % 2 else None
         cut: dict[str, Any] = {"order": order, "cu_seqlens": cu_seqlens}
-        expected = [distributed.shard(one, 0, **cut) for one in _both(whole, tensors, args)]
+        expected = [
+            distributed.shard(one, 0, **cut)
+            for one in _both(whole, tensors, args, learnable_sink=sink)
+        ]
         parts = [distributed.shard(one, 0, **cut) for one in tensors]
-        calls.append((parts, args, {"order": order, "ulysses_degree": degree}, expected))
+        options = {"order": order, "ulysses_degree": degree, "learnable_sink": sink}
+        calls.append((parts, args, options, expected))
     streams: list[Any] = [contextlib.nullcontext()] * 3
     if device == "cuda":
         cuda.synchronize()
