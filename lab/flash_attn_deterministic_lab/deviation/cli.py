@@ -244,7 +244,7 @@ def _kernels(arguments: argparse.Namespace) -> object:
 
 
 def _training(arguments: argparse.Namespace) -> None:
-    from .training.training_study import plan_of, printed, run_training
+    from .training.training_study import left_out, plan_of, printed, run_training
 
     plan = plan_of(
         arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
@@ -252,6 +252,8 @@ def _training(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     value = run_training(plan, arguments.out, arguments.seconds, arguments.jobs)
     print(printed(value))
+    if left := left_out(plan, value):
+        print(f"left out for want of time: {left} runs; the same command continues")
 
 
 def _repeat(arguments: argparse.Namespace) -> object:

@@ -36,6 +36,7 @@ from flash_attn_deterministic_lab.deviation.training.text_to_image import (
 )
 from flash_attn_deterministic_lab.deviation.training.training_study import (
     TrainingPlan,
+    left_out,
     plan_of,
     printed,
     run_of,
@@ -149,12 +150,17 @@ def test_sixteen_paired_seeds_are_the_default() -> None:
     assert {"repeat", "nudge-3", "init", "fp16-kernel"} <= {run.name for run in plan.ordered()}
 
 
-def test_jobs_train_the_same(tmp_path: Path) -> None:
+def test_jobs_train_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = replace(PLAN, runs=("repeat",))
     for jobs in (1, 2):
         run_training(plan, tmp_path / str(jobs), jobs=jobs)
     one, two = (read_result(tmp_path / jobs, "training")["seeds"] for jobs in ("1", "2"))
     assert one == two
+    capsys.readouterr()
+    plan = replace(plan, seeds=(0,))
+    late = run_training(plan, tmp_path / "late", seconds=0, jobs=2)
+    assert left_out(plan, late) == 1
+    assert "2/2" not in capsys.readouterr().err  # what was left out is not done
     with pytest.raises(ArgumentError, match="jobs: expected at least 1, got 0"):
         run_training(plan, tmp_path, jobs=0)
 
@@ -221,6 +227,7 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
     # fp16 has nothing that it could be compared with.
     assert set(value["seeds"]["0"]) == {"base", "repeat"}
+    assert left_out(PLAN, value) == 0
     # However short the time is, there is a first run: other studies begin with its weights.
     late = run_training(PLAN, tmp_path / "late", seconds=0)
     assert set(late["seeds"]["0"]) == {"base"}

@@ -146,7 +146,7 @@ def run_training(
             waiting = {pool.submit(_trained, task): task for task in tasks}
             for done in concurrent.futures.as_completed(waiting):
                 found = done.result()
-                keep(found.seed, waiting[done].todo, found)
+                keep(found.seed, sorted({*waiting[done].todo} & found.histories.keys()), found)
                 warned += found.warned
     else:
         for task in tasks:
@@ -157,6 +157,16 @@ def run_training(
     value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
     write_result(folder, value, digits=8)
     return value
+
+
+def left_out(plan: TrainingPlan, value: dict[str, Any]) -> int:
+    """Returns how many runs of a plan had no time."""
+    failed = {*value["missing"]}
+    for run in plan.ordered():
+        if run.against in failed:  # nothing to be compared with
+            failed.add(run.name)
+    names = {run.name for run in plan.ordered()} - failed
+    return sum(len(names - value["seeds"][str(seed)].keys()) for seed in plan.seeds)
 
 
 def _trained(task: _Seed) -> _Seed:
