@@ -292,15 +292,25 @@ def in_context_parallel(ranks: int) -> list[bool] | None:
     mesh = DeviceMesh("cpu", list(range(ranks)), mesh_dim_names=("cp",))
     if dist.get_rank() >= ranks:
         return None
-    *inputs, _ = _whole(1, 16 * ranks)
-    expected = package.flash_attn_func(*inputs, causal=True)
-    buffers = [tensor.clone() for tensor in inputs]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+    *inputs, dout = _whole(1, 16 * ranks)
+    expected, *gradients = _gradients(package.flash_attn_func, inputs, dout, causal=True)
+    buffers = [tensor.clone() for tensor in (*inputs, dout)]
+
+    def sdpa(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.transpose(1, 2) for one in qkv)
+        function = torch.nn.functional.scaled_dot_product_attention
+        return function(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4):
         assert buffers[0].shape[1] == 16
-        out = distributed.flash_attn_func(*buffers, causal=True, mesh=mesh, order="zigzag")
+        out = distributed.flash_attn_func(*buffers[:3], causal=True, mesh=mesh, order="zigzag")
         (whole,) = context_parallel_unshard(mesh, [out], [1])
-    ours = distributed.unshard(out, 1, mesh=mesh, order="zigzag")
-    return [bits_equal(whole, expected), bits_equal(ours, expected)]
+        with distributed.SdpaOverRanks(mesh=mesh):
+            found = _gradients(sdpa, buffers[:3], buffers[3])
+    cut = {"mesh": mesh, "order": "zigzag"}
+    ours = distributed.unshard(out, 1, **cut)
+    same = [bits_equal(whole, expected), bits_equal(ours, expected)]
+    return same + _same([expected, *gradients], found, cut)
 
 
 def as_llama3(ranks: int, causal: bool, copied: bool) -> list[bool] | None:
@@ -361,6 +371,14 @@ def with_sinks_packed(ranks: int) -> list[bool] | None:
         bits_equal(distributed.shard(out, 0, **group), found[0]),
         bits_equal(distributed.shard(lse, 1, **group), found[1]),
     ]
+
+
+def sdpa_raised(what: dict[str, Any]) -> str:
+    """Returns what a call of torch's function raises over ranks."""
+    q, k = (draw((1, heads, 8, 16), heads) for heads in (4, what.pop("heads", 4)))
+    with distributed.SdpaOverRanks():
+        function: Any = torch.nn.functional.scaled_dot_product_attention
+        return _message(lambda: function(q, k, k, **what))
 
 
 def sink_raised(what: str) -> str:

@@ -12,10 +12,12 @@ from .api import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .sdpa import SdpaOverRanks
 from .sharding import shard, unshard
 
 __all__ = [
     "Explanation",
+    "SdpaOverRanks",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -78,6 +78,22 @@ def test_sinks(pool: Pool, what: str, part: str) -> None:
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("what", "part"),
+    [
+        (
+            {"attn_mask": torch.ones(8, 8, dtype=torch.bool)},
+            "attn_mask: expected None over several",
+        ),
+        ({"heads": 2}, "key: expected 4 heads, as query, without enable_gqa, got 2"),
+        ({"dropout_p": 0.5}, "dropout_p: expected 0.0 on several ranks, got 0.5"),
+    ],
+)
+def test_sdpa(pool: Pool, what: dict[str, Any], part: str) -> None:
+    for message in pool.run(ranks.sdpa_raised, what):
+        assert part in message
+
+
 def test_parts_of_different_lengths(pool: Pool) -> None:
     for message in pool.run(ranks.unshard_raised, {}):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
