@@ -280,7 +280,9 @@ def test_the_gpu_runner_is_used_by_the_release_alone() -> None:
     assert verify["steps"][-1]["if"] == "always()"
 
 
-def test_the_readme_asks_for_what_the_workflow_attests() -> None:
-    for name in ("README.md", "docs/releasing.md"):
-        text = (ROOT / name).read_text()
-        assert f"--predicate-type {attestations.TEST_RESULT}" in text, name
+def test_the_readme_leads_to_the_question_that_the_workflow_answers() -> None:
+    assert "](docs/releasing.md#by-the-workflow)" in (ROOT / "README.md").read_text()
+    _, part = (ROOT / "docs" / "releasing.md").read_text().split("\n## By the workflow\n")
+    asked = "--signer-workflow OWNER/NAME/.github/workflows/release.yml"
+    assert asked in part
+    assert f"--predicate-type {attestations.TEST_RESULT}" in part
