@@ -13,7 +13,7 @@ from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.distributed.ops import CallSpec
-from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
+from flash_attn_deterministic.errors import ArgumentError, ArgumentTypeError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
 from flash_attn_deterministic.schemas import BACKWARD, FORWARD, SUMS, argument_names
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -316,6 +316,19 @@ def test_op_checks_the_split_size(name: str, arguments: Arguments) -> None:
     place = [argument.name for argument in op(name)._schema.arguments].index("split_size")
     with pytest.raises(ArgumentError, match=r"split_size: .* the nearest valid: 64 and 128"):
         op(name)(*arguments[:place], 100, *arguments[place + 1 :])
+
+
+# Without any tensor, torch does not know whose kernel to call.
+SOME_LEFT = [case for case in ALL_CASES if case.id != "qkvpacked"]
+
+
+@pytest.mark.parametrize(("name", "arguments"), SOME_LEFT)
+def test_op_names_a_missing_tensor(name: str, arguments: Arguments) -> None:
+    """torch passes None on as a tensor that is not there."""
+    kinds = [str(argument.type) for argument in op(name)._schema.arguments]
+    place = kinds.index("Tensor")
+    with pytest.raises(ArgumentTypeError, match=r"\w+: expected a torch.Tensor, got NoneType"):
+        op(name)(*arguments[:place], None, *arguments[place + 1 :])
 
 
 # --- CUDA ---------------------------------------------------------------------------------------
