@@ -201,7 +201,10 @@ def table(
 
 
 def _pair(one: Mapping[str, float] | None) -> str:
-    return "-" if one is None else f"{one['mean']:.2f} ({one['worst']:.2f})"
+    if one is None:
+        return "-"
+    alone = one["cases"] == 1
+    return f"{one['mean']:.2f} ({'one shape' if alone else format(one['worst'], '.2f')})"
 
 
 def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
@@ -231,8 +234,11 @@ _SIDES = {
 
 def _by_head_dim(results: Results) -> str:
     """Our time over that of each other implementation, by head dim, forward and backward."""
-    columns = {}
+    columns, shapes = {}, []
     for study, sides in _SIDES.items():
+        cases = results[study]["cases"] if study in results else []
+        dense = sum(case["group"] != "window" for case in cases)
+        shapes.append(f"{dense} {study.removeprefix('peers-')}")
         summary = results[study]["summary"] if study in results else {}
         for title, name in sides.items():
             cells = [_pair(summary.get(f"D{dim}", {}).get(name)) for dim in KERNEL_HEAD_DIMS]
@@ -241,9 +247,9 @@ def _by_head_dim(results: Results) -> str:
     header = ["head dim", *columns]
     rows = list(zip(map(str, KERNEL_HEAD_DIMS), *columns.values(), strict=True))
     words = (
-        "Our time over theirs, geometric mean (worst) of drawn shapes that they can run; padded "
-        "head dims count with the next one. FA2: torch's flash backend; FA3: one split. Backwards "
-        "of FA3 and FA4 are their deterministic ones; torch's two have no such mode."
+        f"Our time over theirs, geometric mean (worst) of the {' and '.join(shapes)} drawn shapes "
+        "without windows that they can run; padded head dims count with the next one. FA2: torch's "
+        "flash backend; FA3: one split, backwards its deterministic mode, which torch's two lack."
     )
     return table(results["peers-forward"], header, rows, words)
 

@@ -129,10 +129,9 @@ def flash_attn_with_kvcache(
                 _, k_copy, v_copy, *_ = call[1]
                 # The cache may have been made in inference mode; kernels write to it all the same.
                 writes = nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
-                with writes:
-                    for cache, copy in ((k_cache, k_copy), (v_cache, v_copy)):
-                        if copy is not cache:
-                            cache.copy_(copy[..., : cache.shape[-1]])
+                with writes:  # no loop in here: torch.compile for Python 3.13 loses the blocks then
+                    _write_back(k_cache, k_copy)
+                    _write_back(v_cache, v_copy)
     else:
         out, softmax_lse = run(call)
     if k is not None and not torch.compiler.is_compiling():
@@ -140,6 +139,11 @@ def flash_attn_with_kvcache(
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)
     return (out, softmax_lse) if with_lse else out
+
+
+def _write_back(cache: torch.Tensor, copy: torch.Tensor) -> None:
+    if copy is not cache:
+        cache.copy_(copy[..., : cache.shape[-1]])
 
 
 def prepare(

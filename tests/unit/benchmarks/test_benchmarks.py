@@ -39,11 +39,12 @@ def test_means_are_those_of_the_result() -> None:
     record = {
         "hardware": {"gpu": "H200"}, "versions": {"torch": "2.11"}, "date": "2026-11-20",
         "titles": {"ours": "ours", "fa4": "FlashAttention-4"}, "cases": [1, 2], "left_out": ["x"],
-        "summary": {"all": {"fa4": {"mean": 1.234, "worst": 1.5}, "best": {"mean": 2, "worst": 3}}},
+        "summary": {"all": {"fa4": {"mean": 1.234, "worst": 1.5, "cases": 2},
+                            "best": {"mean": 2, "worst": 2, "cases": 1}}},
     }  # fmt: skip
     text = tables.fill(page("decode"), {"decode": record}, "x")
     assert "|  | the best | FlashAttention-4 |" in text
-    assert "| all | 2.00 (3.00) | 1.23 (1.50) |" in text
+    assert "| all | 2.00 (one shape) | 1.23 (1.50) |" in text
     assert "H200, torch 2.11, 2026-11-20. " in text
     assert "Not measured, for want of time: 1" in text
 
