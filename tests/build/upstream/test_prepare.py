@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
 from flash_attn_build.upstream.__main__ import main
-from flash_attn_build.upstream.pin import Pin
+from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, cutlass_licence, prepare
 from flash_attn_build.upstream.source import LICENCE
 from upstream_samples import FILES, FIRST, HEADER, PATCH, PREPARED, VERSION, sha256, tree_of
@@ -91,9 +91,13 @@ def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
             assert run(pin, "refresh") == status
         assert run(pin, "prepare", "--dest", dest) == status
         assert (dest / SOFTMAX).read_bytes() == expected
+    assert load_pin(pin.path).patch_files() == [patches / FIRST, patches / SECOND]
     for name in (FIRST, SECOND):
         (patches / name).unlink()
     assert run(pin, "refresh") == 0
+    again = load_pin(pin.path)
+    assert (again.patches, again.patched_tree_sha256) == ({}, pin.tree_sha256)
+    assert list(pin.path.parent.glob(".*")) == []
     assert run(pin, "prepare", "--dest", dest) == 0
     assert (dest / SOFTMAX).read_bytes() == PLAIN
     assert list(dest.parent.iterdir()) == [dest]
