@@ -34,6 +34,7 @@ class Fault:
     # only these tensors may be wrong; empty: any
     tensors: tuple[str, ...] = ()
     configs: tuple[Config, ...] = ((64, "bf16"),)  # bf16's bounds are the wider ones
+    dlse: bool = False  # whether it shows only where softmax_lse has a gradient
 
 
 def caught(fault: Fault, config: Config, device: str) -> dict[str, bool]:
@@ -44,6 +45,8 @@ def caught(fault: Fault, config: Config, device: str) -> dict[str, bool]:
             continue
         if case.name.split()[0] not in (case.feature, case.form):
             continue  # of other lengths
+        if fault.dlse and not case.dlse:
+            continue
         rows = accuracy.measure(config, device, fault.attention, [case])["rows"]
         wrong = {row["tensor"] for row in rows if not row["passed"]}
         found[case.name] = bool(wrong if not fault.tensors else wrong & set(fault.tensors))
@@ -263,6 +266,15 @@ def lse(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Atten
     return returned(wrong, *FUNCTIONS)
 
 
+def dlse(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        if not isinstance(result, tuple) or not result[1].requires_grad:
+            return result
+        return (result[0], Gradient.apply(result[1], change), *result[2:])  # type: ignore[no-untyped-call]
+
+    return returned(wrong, "dense", "varlen")
+
+
 def last_column(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[..., :-1], torch.zeros_like(tensor[..., -1:])], -1)
 
@@ -308,6 +320,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("softmax_lse: in base 2", lse(lambda t, a: t * 1.4427), ("full", "causal")),
     Fault("softmax_lse: negated", lse(lambda t, a: -t), ("full", "causal")),
     Fault("softmax_lse: shifted", lse(lambda t, a: t.roll(1, -1)), ("full", "causal")),
+    *(Fault(f"dlse: {name}", dlse(change), ("causal", "everything"), ("dense", "packed"),
+            dlse=True)
+      for name, change in (*[*CHANGES.items()][:3], ("shifted", lambda t: t.roll(1, -1)))),
+    Fault("dlse: forgotten", lse(lambda t, a: t.detach()), ("causal", "everything"),
+          ("dense", "packed"), dlse=True),
     *(Fault(f"backward: without {name}", backward_of(change), features, ("dense",),
             ("dq", "dk", "dv"))
       for name, (change, features) in FORGOTTEN.items()),

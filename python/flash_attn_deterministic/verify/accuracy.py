@@ -6,6 +6,7 @@ with torch's flash attention as well. A ratio is an error over the largest that 
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,7 @@ class Case:
     backward: bool = False  # whether gradients are compared too
     shrink: int = 1  # of windows
     narrow: bool = False  # whether v has two thirds of the columns of q and k
+    dlse: bool = False  # whether softmax_lse has a gradient
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -79,6 +81,9 @@ def cases(device: str) -> Iterator[Case]:
         backward = form != "append-pages"
         own: dict[str, Any] = {"feature": "causal", "form": form, "batch": 3, "narrow": True}
         yield Case(f"{form} narrow-v", backward=backward, **own, **common)
+    for form, feature in itertools.product(("dense", "packed"), ("causal", "everything")):
+        own = {"feature": feature, "form": form, "batch": 3, "backward": True, "dlse": True}
+        yield Case(f"{form} lse-gradient {feature}", **own, **common)
     # A window turns rotary positions on, whatever its width.
     one_sided: dict[str, Any] = {"feature": "window-left-0", "form": "append-pages", "batch": 3}
     yield Case("append-pages window", **one_sided, **common)
@@ -155,6 +160,11 @@ def _draw(case: Case, config: Config, device: str, attention: Attention) -> tupl
     if case.narrow:
         columns = head_dim * 2 // 3
         drawn = replace(drawn, v=drawn.v[..., :columns], dout=drawn.dout[..., :columns])
+    if case.dlse:
+        # Of the size of the products of dout and v, which it is added to.
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        dlse = torch.randn(drawn.q.shape[:3], generator=generator, device=device)
+        drawn = replace(drawn, dlse=head_dim**0.5 * dlse)
     return drawn, seed
 
 
@@ -166,8 +176,8 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
     if call.sinks is not None and case.backward and case.form == "dense" and not call.dropout:
         yield "backward", "dsink", _sink(call), None
     torchs: Tensors = {}
-    plain = case.form == "dense" and case.feature in ("full", "causal") and not case.narrow
-    if call.q.is_cuda and plain:
+    plain = case.form == "dense" and case.feature in ("full", "causal")
+    if call.q.is_cuda and plain and not (case.narrow or case.dlse):
         torchs = _torchs(call, case.backward)
     for direction in ("forward", "backward") if case.backward else ("forward",):
         worst: dict[str, tuple[Error, Error | None]] = {}

@@ -95,7 +95,7 @@ def compare(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
     truth = Definition(**options)
     if "dq" in own:
         plain = replace(truth, dtype=dtype)
-        three = [d.gradients(one.q, one.k, one.v, one.dout) for d in (truth, plain)]
+        three = [d.gradients(one.q, one.k, one.v, one.dout, one.dlse) for d in (truth, plain)]
         own_three = own["dq"], own["dk"], own["dv"]
         found = gradients(own_three, three[0], three[1], dtype, truth.softcap)
         return found, dict(zip(("dq", "dk", "dv"), three[0], strict=True))

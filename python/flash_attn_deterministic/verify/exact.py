@@ -59,18 +59,28 @@ class Definition:
 
     @torch.enable_grad()
     def gradients(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None = None,
     ) -> Triple:
-        """Computes dq, dk and dv by autograd; all scores of a sequence must fit in memory."""
+        """Computes dq, dk and dv by autograd; all scores of a sequence must fit in memory.
+
+        dlse is the gradient of softmax_lse, (batch, seqlen_q, nheads).
+        """
         batch = q.shape[0]
         step = max(1, _SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
         parts = []
         for begin in range(0, batch, step):
             part = slice(begin, begin + step)
             leaves = [t[part].detach().to(self.dtype).requires_grad_() for t in (q, k, v)]
-            probs, _ = self._weights(leaves[0], leaves[1], part, 0, q.shape[1])
-            out = _summed(probs, leaves[2])
-            parts.append(torch.autograd.grad(out, leaves, dout[part].to(self.dtype)))
+            probs, lse = self._weights(leaves[0], leaves[1], part, 0, q.shape[1])
+            outputs, given = [_summed(probs, leaves[2])], [dout[part].to(self.dtype)]
+            if dlse is not None:
+                outputs, given = [*outputs, lse], [*given, dlse[part].mT.to(self.dtype)]
+            parts.append(torch.autograd.grad(outputs, leaves, given))
         dq, dk, dv = (torch.cat(own) for own in zip(*parts, strict=True))
         return dq, dk, dv
 

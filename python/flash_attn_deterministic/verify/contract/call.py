@@ -56,6 +56,8 @@ class Call:
     slopes: torch.Tensor | None = None  # (batch, nheads), or None
     # keyword arguments, split_size among them
     options: dict[str, Any] = field(default_factory=dict)
+    # the gradient of softmax_lse, (batch, seqlen_q, nheads); None: it has none
+    dlse: torch.Tensor | None = None
 
     @torch.no_grad()
     def __call__(self) -> Tensors:
@@ -68,14 +70,16 @@ class Call:
 
     @torch.enable_grad()
     def gradients(self) -> Tensors:
-        """Returns dq, dk and dv for dout; with dropout also `probs`."""
+        """Returns dq, dk and dv for dout and dlse; with dropout also `probs`."""
         leaves = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
-        if not self.dropout:
+        if not self.dropout and self.dlse is None:
             return named_gradients(
                 self.attention.dense(*leaves, **self.keywords), leaves, self.dout
             )
-        out, _, probs = self.attention.dense(*leaves, return_attn_probs=True, **self.keywords)
-        return {**named_gradients(out, leaves, self.dout), "probs": probs}
+        out, lse, probs = self.attention.dense(*leaves, return_attn_probs=True, **self.keywords)
+        dlse = None if self.dlse is None else self.dlse.mT
+        found = named_gradients(out, leaves, self.dout, lse, dlse)
+        return {**found, "probs": probs} if self.dropout else found
 
     @torch.enable_grad()
     def sink_gradient(self) -> Tensors:
@@ -123,10 +127,12 @@ class Call:
     def sequences(self, index: slice | list[int]) -> Call:
         slopes = None if self.slopes is None else self.slopes[index]
         q, k, v, dout = (t[index] for t in (self.q, self.k, self.v, self.dout))
-        return replace(self, q=q, k=k, v=v, dout=dout, slopes=slopes)
+        dlse = None if self.dlse is None else self.dlse[index]
+        return replace(self, q=q, k=k, v=v, dout=dout, slopes=slopes, dlse=dlse)
 
     def queries(self, begin: int, end: int) -> Call:
-        return replace(self, q=self.q[:, begin:end], dout=self.dout[:, begin:end])
+        dlse = None if self.dlse is None else self.dlse[:, begin:end]
+        return replace(self, q=self.q[:, begin:end], dout=self.dout[:, begin:end], dlse=dlse)
 
     def keys(self, end: int) -> Call:
         return replace(self, k=self.k[:, :end], v=self.v[:, :end])
@@ -143,14 +149,23 @@ class Call:
             v=self.v[:, :, begin:end],
             dout=self.dout[:, :, heads],
             slopes=None if self.slopes is None else self.slopes[:, heads],
+            dlse=None if self.dlse is None else self.dlse[..., heads],
         )
 
 
 def named_gradients(
-    out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor
+    out: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
 ) -> Tensors:
-    """Returns dq, dk and dv of an output."""
-    gradients = torch.autograd.grad(out, leaves, dout)
+    """Returns dq, dk and dv of an output and, with dlse, of softmax_lse."""
+    outputs, given = [out], [dout]
+    # One that autograd does not know of adds 0.
+    if lse is not None and dlse is not None and lse.requires_grad:
+        outputs, given = [out, lse], [dout, dlse]
+    gradients = torch.autograd.grad(outputs, leaves, given)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 

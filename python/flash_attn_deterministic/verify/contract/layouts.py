@@ -61,10 +61,11 @@ def packed(
     """
     call = call.sequences(slice(0, len(lengths_q)))
     ones, device = alone(call, lengths_q, lengths_k), call.q.device
-    q, dout = (
-        torch.cat([*(getattr(one, name)[0] for one in ones), getattr(call, name)[0, :spare]])
-        for name in ("q", "dout")
-    )
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([*(getattr(one, name)[0] for one in ones), getattr(call, name)[0, :spare]])
+
+    q, dout = joined("q"), joined("dout")
     arguments: dict[str, Any] = {}
     sizes_k = list(lengths_k)
     if page_size:
@@ -89,7 +90,8 @@ def packed(
         )
         results = {"out": out, "softmax_lse": softmax_lse}
         if gradients:
-            results = named_gradients(out, leaves, dout)
+            dlse = None if call.dlse is None else joined("dlse").mT
+            results = named_gradients(out, leaves, dout, softmax_lse, dlse)
     spans = [itertools.pairwise(t.tolist()) for t in (rows, keys)]
     parts: Parts = []
     for index, (one, (a, b), (c, d)) in enumerate(zip(ones, *spans, strict=True)):
