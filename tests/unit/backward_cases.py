@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from attention_cases import Inputs
-from bits import bits_equal
 from contract_cases import FEATURES, RAGGED, Call, cumulative, make_call
 from flash_attn_deterministic.reference import attention_backward, varlen_attention_backward
 
@@ -81,10 +80,6 @@ class BackwardCall:
 def make_backward(feature: str, batch: int, seqlen_q: int, seqlen_k: int) -> BackwardCall:
     """The backward of contract_cases.make_call."""
     return BackwardCall.of(make_call(feature, batch, seqlen_q, seqlen_k))
-
-
-def same_gradients(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def ragged_backwards(feature: str) -> list[BackwardCall]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+import torch
+from flash_attn_deterministic.verify.shared.bits import bits
 
 
 def bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits; unlike torch.equal, NaN == NaN and 0 != -0."""
     assert left.dtype == right.dtype
     assert left.shape == right.shape
-    integer = _INTEGERS[left.element_size()]
-    return torch.equal(left.contiguous().view(integer), right.contiguous().view(integer))
+    return torch.equal(bits(left), bits(right))
+
+
+def all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
+    """Whether as many tensors hold the same bits."""
+    return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))

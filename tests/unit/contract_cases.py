@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from attention_cases import Inputs, make_inputs
-from bits import bits_equal
+from calls import int32
 from flash_attn_deterministic.reference import attention
+from flash_attn_deterministic.verify.contract.call import garbage
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -96,31 +97,17 @@ def make_call(feature: str, batch: int, seqlen_q: int, seqlen_k: int, **shape: A
     return Call(q, k, v, slopes, options)
 
 
-def same(left: Result, right: Result) -> bool:
-    return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
-
-
 def rows_of(result: Result, begin: int, end: int) -> Result:
     return result[0][:, begin:end], result[1][:, :, begin:end]
 
 
 def cumulative(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
-
-
-def int32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
-
-
-def garbage(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """NaN and infinities of both signs."""
-    values = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
-    return values[torch.arange(torch.Size(shape).numel()) % 3].reshape(*shape).clone()
+    return int32(*itertools.accumulate(lengths, initial=0))
 
 
 def padded(tokens: torch.Tensor, capacity: int, leftpad: int = 0) -> torch.Tensor:
     """Puts (batch, seqlen, ...) into a longer buffer, with garbage before and after."""
-    buffer = garbage((tokens.shape[0], capacity, *tokens.shape[2:]), tokens.dtype)
+    buffer = garbage((tokens.shape[0], capacity, *tokens.shape[2:]), tokens)
     buffer[:, leftpad : leftpad + tokens.shape[1]] = tokens
     return buffer
 
@@ -138,7 +125,7 @@ def paged(
     spare = sum(counts)
     order = torch.randperm(spare, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(keys), max(counts) + 2), spare, dtype=torch.int32)
-    pages_k = garbage((spare + 1, page, *keys[0].shape[1:]), keys[0].dtype)
+    pages_k = garbage((spare + 1, page, *keys[0].shape[1:]), keys[0])
     pages_v = pages_k.clone()
     for sequence, count in enumerate(counts):
         for i in range(count):

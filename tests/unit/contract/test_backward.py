@@ -15,9 +15,8 @@ from backward_cases import (
     make_backward,
     packed_backward,
     ragged_backwards,
-    same_gradients,
 )
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from contract_cases import Call, make_call
 from flash_attn_deterministic.reference import backward, batch
 
@@ -40,7 +39,7 @@ def test_packed_is_dense(feature: str, order: str) -> None:
     for b, expected in enumerate(_alone(calls)):
         rows = slice(int(starts_q[b]), int(starts_q[b + 1]))
         keys = slice(int(starts_k[b]), int(starts_k[b + 1]))
-        assert same_gradients((packed[0][rows], packed[1][keys], packed[2][keys]), expected)
+        assert all_equal((packed[0][rows], packed[1][keys], packed[2][keys]), expected)
 
 
 def test_gradients_of_tokens_of_no_sequence_are_zero() -> None:
@@ -70,7 +69,7 @@ def test_tiles(feature: str, elements: int, rows: int, monkeypatch: pytest.Monke
     usual = call()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
-    assert same_gradients(usual, call())
+    assert all_equal(usual, call())
 
 
 @features
@@ -79,7 +78,7 @@ def test_blocks(feature: str, block_n: int) -> None:
     call = make_backward(feature, 1, 20, 70)
     options = {**call.forward.options, "block_n": block_n}
     other = replace(call, forward=replace(call.forward, options=options))
-    assert same_gradients(call(), other())
+    assert all_equal(call(), other())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -89,7 +88,7 @@ def test_threads(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert same_gradients(usual, call())
+        assert all_equal(usual, call())
     finally:
         torch.set_num_threads(before)
 
@@ -108,7 +107,7 @@ def test_strides() -> None:
         out=strided(call.out),
     )
     assert not other.dout.is_contiguous()
-    assert same_gradients(call(), other())
+    assert all_equal(call(), other())
 
 
 # --- dropout ------------------------------------------------------------------------------------
@@ -120,11 +119,11 @@ RNG: dict[str, Any] = {"dropout_p": 0.3, "rng_state": torch.tensor([11, 12])}
 def test_dropout_repeats_in_every_batch(feature: str) -> None:
     call = BackwardCall.of(make_call(feature, 3, 20, 37), **RNG)
     result = call()
-    assert same_gradients(result, call())
+    assert all_equal(result, call())
     # The mask follows the index in the batch.
-    assert same_gradients([x[:2] for x in result], call.sequences(slice(0, 2))())
+    assert all_equal([x[:2] for x in result], call.sequences(slice(0, 2))())
     other = BackwardCall.of(call.forward, **{**RNG, "rng_state": torch.tensor([11, 13])})
-    assert not same_gradients(result, other())
+    assert not all_equal(result, other())
 
 
 @pytest.mark.parametrize("feature", ["causal", "everything"])
@@ -133,7 +132,7 @@ def test_dropout_of_packed_sequences(feature: str) -> None:
     whole = BackwardCall.of(forward, **RNG)
     dq, dk, dv = whole()
     packed, _, _ = packed_backward([whole.sequences(slice(b, b + 1)) for b in range(3)])
-    assert same_gradients([x.flatten(0, 1) for x in (dq, dk, dv)], packed)
+    assert all_equal([x.flatten(0, 1) for x in (dq, dk, dv)], packed)
 
 
 # --- The tests can fail -------------------------------------------------------------------------
@@ -151,4 +150,4 @@ def test_a_matmul_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = call()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", 1)
-    assert not same_gradients(usual, call())
+    assert not all_equal(usual, call())

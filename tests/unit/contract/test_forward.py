@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bits import bits_equal
-from contract_cases import BLOCK_N, CAUSAL, FEATURES, Call, garbage, make_call, rows_of, same
+from bits import all_equal, bits_equal
+from contract_cases import BLOCK_N, CAUSAL, FEATURES, Call, make_call, rows_of
 from flash_attn_deterministic.reference import State, batch, forward, kvcache_attention, merge_state
+from flash_attn_deterministic.verify.contract.call import garbage
 
 features = pytest.mark.parametrize("feature", FEATURES)
 causal_features = pytest.mark.parametrize("feature", CAUSAL)
@@ -27,7 +28,7 @@ def test_chunks_of_every_length(feature: str) -> None:
             end = min(begin + size, 35)
             keys = end + 67 - 35
             chunk = replace(call, q=call.q[:, begin:end], k=call.k[:, :keys], v=call.v[:, :keys])
-            assert same(rows_of(whole, begin, end), chunk())
+            assert all_equal(rows_of(whole, begin, end), chunk())
 
 
 @causal_features
@@ -39,8 +40,8 @@ def test_cache_filled_in_chunks(feature: str, interleaved: bool) -> None:
     results = []
     for cuts in ([0, 67], [0, 15, 16, 49, 67], [0, 1, 2, 3, 64, 65, 66, 67]):
         k_cache, v_cache = (
-            garbage((2, 80, 2, 16), call.q.dtype),
-            garbage((2, 80, 2, 16), call.q.dtype),
+            garbage((2, 80, 2, 16), call.q),
+            garbage((2, 80, 2, 16), call.q),
         )
         chunks = [
             kvcache_attention(
@@ -71,7 +72,7 @@ def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
     call = make_call(feature, 2, 67, 67).rows(66, 67)
     left, _ = call.options.get("window", (-1, -1))
     other = replace(call, options={**call.options, "causal": False, "window": (left, -1)})
-    assert same(call(), other())
+    assert all_equal(call(), other())
 
 
 # --- heads --------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_slopes_per_head_are_slopes_per_batch_and_head(feature: str) -> None:
     call = make_call(feature, 2, 9, 70)
     assert call.slopes is not None
     per_head = call.slopes[0]
-    assert same(
+    assert all_equal(
         replace(call, slopes=per_head)(), replace(call, slopes=torch.stack([per_head] * 2))()
     )
 
@@ -111,7 +112,7 @@ def test_tiles(
     usual = call()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
-    assert same(usual, call())
+    assert all_equal(usual, call())
 
 
 def normalise_and_keep_the_sign_of_zero(
@@ -150,7 +151,7 @@ def test_nan_is_always_the_same() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for head_dim in (1, 7, 8, 40):
             ones = torch.ones(1, 3, 1, head_dim, dtype=dtype)
-            call = Call(ones, garbage(ones.shape, dtype), ones, options={"block_n": 4})
+            call = Call(ones, garbage(ones.shape, ones), ones, options={"block_n": 4})
             out, _ = call()
             assert bits_equal(out, torch.full_like(out, math.nan))
 
@@ -160,13 +161,13 @@ def test_nan_is_always_the_same() -> None:
 
 def test_other_blocks_give_other_bits() -> None:
     call = make_call("causal", 2, 20, 129)
-    assert not same(call(), replace(call, options={**call.options, "block_n": 2 * BLOCK_N})())
+    assert not all_equal(call(), replace(call, options={**call.options, "block_n": 2 * BLOCK_N})())
 
 
 def test_positions_count_from_the_sequence_start() -> None:
     """The same visible keys, but not at the same place within their blocks."""
     call = make_call("causal-window", 2, 1, 129)
-    assert not same(call(), replace(call, k=call.k[:, 1:], v=call.v[:, 1:])())
+    assert not all_equal(call(), replace(call, k=call.k[:, 1:], v=call.v[:, 1:])())
 
 
 def test_merging_in_another_order_gives_other_bits() -> None:

@@ -7,6 +7,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import int32
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
@@ -41,10 +42,6 @@ UPSTREAM = {
 def draw(*shape: int, seed: int = 0, grad: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(torch.bfloat16).requires_grad_(grad)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def dense_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import int32
 from flash_attn_deterministic import as_flash_attn
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 from flash_attn_deterministic.integrations import flash_attn_3
@@ -19,10 +20,6 @@ theirs: Any = flash_attn_3
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 Q = draw(2, 20, 4, 32, seed=0)

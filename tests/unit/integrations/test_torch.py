@@ -8,7 +8,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import normal
+from calls import int32, normal
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from flash_attn_deterministic.integrations import low_level
@@ -25,10 +25,6 @@ varlen_func: Any = package.flash_attn_varlen_func
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def has_kernel(name: str, key: str) -> bool:

@@ -11,6 +11,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import int32
 from flash_attn_deterministic.environment import REPAIR_VLLM_NORM
 from flash_attn_deterministic.errors import UnsupportedError
 
@@ -99,10 +100,6 @@ def test_vllm_accepts_it_for_batch_invariance() -> None:
 def draw(*shape: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Engine:

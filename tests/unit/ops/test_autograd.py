@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from attention_cases import make_inputs
-from backward_cases import autograd_gradients, normal_like, same_gradients
-from bits import bits_equal
+from backward_cases import autograd_gradients, normal_like
+from bits import all_equal, bits_equal
 from calls import CALLS, Call, Counted, int32, paged_call, qkv_call, unpacked, varlen_call
 from flash_attn_deterministic import deterministic_mode, flash_attn_func, reference
 from flash_attn_deterministic.checks import kernels
@@ -100,7 +100,7 @@ def test_cpu_is_the_reference(options: dict[str, Any]) -> None:
     out = reference.attention(q, k, v, causal=True, **renamed)
     dout = normal_like(out[0])
     expected = reference.attention_backward(dout, q, k, v, *out, causal=True, **renamed)
-    assert same_gradients(list(gradients(call, **options).values()), expected)
+    assert all_equal(list(gradients(call, **options).values()), expected)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -335,7 +335,7 @@ def test_compiles_once_for_all_lengths() -> None:
             lambda q, k, v: flash_attn_func(q, k, v, causal=True), inputs, dout
         )
         found = autograd_gradients(lambda q, k, v: compiled(q, k, v, causal=True), inputs, dout)
-        assert same_gradients(found, expected)
+        assert all_equal(found, expected)
         counts.append(compiled.count)
     assert counts[0] > 0
     assert counts == counts[:1] * 3

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Inputs, definition, make_inputs
-from backward_cases import BackwardCall, make_backward, normal_like, same_gradients
+from backward_cases import BackwardCall, make_backward, normal_like
+from bits import all_equal
 from contract_cases import cumulative, make_call
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import (
@@ -113,7 +114,7 @@ def test_rows_without_a_key_contribute_nothing() -> None:
     assert dq[:, :5].abs().max() == 0
     assert dq[:, 5:].abs().max() > 0
     call.dout[:, :5] = float("nan")
-    assert same_gradients(call(), (dq, dk, dv))
+    assert all_equal(call(), (dq, dk, dv))
 
 
 def test_keys_that_no_row_sees_have_zero_gradients() -> None:
@@ -129,7 +130,7 @@ def test_keys_that_no_row_sees_have_zero_gradients() -> None:
 def test_no_queries_or_no_keys(seqlen_q: int, seqlen_k: int) -> None:
     inputs = make_inputs(2, seqlen_q, seqlen_k)
     result = _reference(inputs, normal_like(inputs[0]))
-    assert same_gradients(result, [torch.zeros_like(x) for x in inputs])
+    assert all_equal(result, [torch.zeros_like(x) for x in inputs])
 
 
 # --- Formats and arguments ----------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_formats_count(step: str) -> None:
     out = attention(*inputs)
     exact = attention_backward(dout, *inputs, *out)
     rounded = attention_backward(dout, *inputs, *out, formats=Formats(**{step: torch.bfloat16}))
-    assert not same_gradients(exact, rounded)
+    assert not all_equal(exact, rounded)
     for a, b in zip(exact, rounded, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0.1)
 
@@ -153,9 +154,9 @@ def test_probs_and_dscores_default_to_the_input_dtype() -> None:
     out = attention(*inputs)
     given = Formats(probs=torch.bfloat16, dscores=torch.bfloat16)
     usual = attention_backward(dout, *inputs, *out)
-    assert same_gradients(usual, attention_backward(dout, *inputs, *out, formats=given))
+    assert all_equal(usual, attention_backward(dout, *inputs, *out, formats=given))
     other = Formats(dscores=torch.float32)
-    assert not same_gradients(usual, attention_backward(dout, *inputs, *out, formats=other))
+    assert not all_equal(usual, attention_backward(dout, *inputs, *out, formats=other))
 
 
 def test_wrong_arguments() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
-from bits import bits_equal
-from contract_cases import cumulative, garbage, int32, padded, paged, same
+from bits import all_equal, bits_equal
+from calls import int32
+from contract_cases import cumulative, padded, paged
 from flash_attn_deterministic.reference import attention, ieee, kvcache_attention, varlen_attention
+from flash_attn_deterministic.verify.contract.call import garbage
 from flash_attn_deterministic.verify.exact import rotated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -124,8 +126,8 @@ def test_varlen_calls(data: st.DataObject) -> None:
         if layout == "padded":
             arguments = {
                 "cu_seqlens_k": cumulative(room),
-                "seqused_k": int32([b + len(x) for b, x in zip(before, keys, strict=True)]),
-                "leftpad_k": int32(before),
+                "seqused_k": int32(*(b + len(x) for b, x in zip(before, keys, strict=True))),
+                "leftpad_k": int32(*before),
             }
     tree: dict[str, Any] = {"split_size": data.draw(splits), "block_n": BLOCK_N}
     out, softmax_lse = varlen_attention(
@@ -143,7 +145,7 @@ def test_varlen_calls(data: st.DataObject) -> None:
         alone = for_sequence(mask, i)
         result = (out[None, rows], softmax_lse[None, :, rows])
         assert_close(result, softmax_attention(*inputs, **alone), inputs[2])
-        assert same(result, attention(*inputs, **{**alone, **tree}))
+        assert all_equal(result, attention(*inputs, **{**alone, **tree}))
         begin += seqlen_q
 
 
@@ -166,7 +168,7 @@ def test_kvcache_calls(data: st.DataObject) -> None:
     q, k_all, v_all = make_inputs(batch, seqlen_q, 60 + (new or 0), **shape)
     old = [(k_all[b, :n], v_all[b, :n]) for b, n in enumerate(used)]
     k_new, v_new = (None, None) if new is None else (k_all[:, -new:], v_all[:, -new:])
-    arguments: dict[str, Any] = {"cache_seqlens": used[0] if same_length else int32(used)}
+    arguments: dict[str, Any] = {"cache_seqlens": used[0] if same_length else int32(*used)}
     if layout == "paged":
         # Seven pages of 16 each: what is not used yet is garbage, but its own.
         buffers = [
@@ -180,16 +182,14 @@ def test_kvcache_calls(data: st.DataObject) -> None:
         rows = [b + 1 if layout == "rows" else b for b in range(batch)][::-1]
         if layout in ("plain", "leftpad"):
             rows = rows[::-1]
-        k_cache, v_cache = (
-            garbage((batch + 1, capacity, *k_all.shape[2:]), q.dtype) for _ in range(2)
-        )
+        k_cache, v_cache = (garbage((batch + 1, capacity, *k_all.shape[2:]), q) for _ in range(2))
         for b, (k_old, v_old) in enumerate(old):
             k_cache[rows[b], leftpad[b] : used[b]] = k_old[leftpad[b] :]
             v_cache[rows[b], leftpad[b] : used[b]] = v_old[leftpad[b] :]
         if layout == "rows":
-            arguments["cache_batch_idx"] = int32(rows)
+            arguments["cache_batch_idx"] = int32(*rows)
         if layout == "leftpad":
-            arguments["cache_leftpad"] = int32(leftpad)
+            arguments["cache_leftpad"] = int32(*leftpad)
     angles = torch.arange(float(capacity)).double()[:, None] * torch.tensor([1.0, 0.3, 0.01, 0.1])
     if rotary:
         arguments["rotary_cos"] = angles.cos().to(q.dtype)
@@ -221,7 +221,7 @@ def test_kvcache_calls(data: st.DataObject) -> None:
         slack = 60.0 if rotary and q.dtype != torch.float64 else 1.0
         assert_close(result, softmax_attention(*one, **alone), v_all, slack)
         if not rotary:
-            assert same(result, attention(*one, **{**alone, **tree}))
+            assert all_equal(result, attention(*one, **{**alone, **tree}))
 
 
 # --- Rotary -------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_rotation_rounds_each_product_to_float32(interleaved: bool, dtype: torch
     _, k, v = make_inputs(1, 0, 3, 2, 2, 40, dtype)
     angles = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    k_cache, v_cache = garbage((1, 9, 2, 40), dtype), garbage((1, 9, 2, 40), dtype)
+    k_cache, v_cache = garbage((1, 9, 2, 40), k), garbage((1, 9, 2, 40), k)
     kvcache_attention(
         k, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=5,
         rotary_interleaved=interleaved, block_n=BLOCK_N,
@@ -278,7 +278,7 @@ def test_rotary_positions_count_the_leftpad(causal: bool) -> None:
     k_cache, v_cache = padded(k[:, 2:6], 9, leftpad=2), padded(v[:, 2:6], 9, leftpad=2)
     result = kvcache_attention(
         q, k_cache, v_cache, new_k, new_v, rotary_cos=angles.cos(), rotary_sin=angles.sin(),
-        cache_seqlens=6, cache_leftpad=int32([2]), causal=causal, rotary_interleaved=False,
+        cache_seqlens=6, cache_leftpad=int32(2), causal=causal, rotary_interleaved=False,
         block_n=BLOCK_N,
     )  # fmt: skip
     cos, sin, last = angles.cos(), angles.sin(), torch.arange(6, 9)

@@ -6,19 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import Formats, State, attention, batch, ieee, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
-
-
-def _same(
-    left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]
-) -> bool:
-    return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
 
 
 # --- Values -------------------------------------------------------------------------------------
@@ -143,8 +137,8 @@ def test_block_n_is_that_of_the_kernel() -> None:
         q, k, v = make_inputs(1, 2, 200, 1, 1, head_dim)
         other = 64 if tile.block_n == 128 else 128
         result = attention(q, k, v)
-        assert _same(result, attention(q, k, v, block_n=tile.block_n))
-        assert not _same(result, attention(q, k, v, block_n=other))
+        assert all_equal(result, attention(q, k, v, block_n=tile.block_n))
+        assert not all_equal(result, attention(q, k, v, block_n=other))
 
 
 def test_split_size_changes_bits() -> None:
@@ -156,7 +150,7 @@ def test_split_size_changes_bits() -> None:
 
 def test_one_split_of_all_keys_equals_no_split() -> None:
     q, k, v = make_inputs(1, 8, 250, 2, 2, 64)
-    assert _same(attention(q, k, v), attention(q, k, v, split_size=256))
+    assert all_equal(attention(q, k, v), attention(q, k, v, split_size=256))
 
 
 @pytest.mark.parametrize("split_size", [-128, 64, 200])
@@ -195,8 +189,8 @@ def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         results.append(attention(q, k, v, causal=True))
-    assert _same(results[0], results[1])
-    assert _same(results[0], results[2])
+    assert all_equal(results[0], results[1])
+    assert all_equal(results[0], results[2])
 
 
 # --- merge_state --------------------------------------------------------------------------------
@@ -210,15 +204,11 @@ EMPTY = _state(-INF, 0.0, 0.0, 0.0)
 FULL = _state(1.2345678, 3.3, 0.1, -0.0)
 
 
-def _states_equal(left: State, right: State) -> bool:
-    return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.parametrize("scale_log2", [0.18, 0.0, -0.18], ids=["positive", "zero", "negative"])
 def test_merging_an_empty_part_changes_nothing(scale_log2: float) -> None:
-    assert _states_equal(merge_state(FULL, EMPTY, scale_log2), FULL)
-    assert _states_equal(merge_state(EMPTY, FULL, scale_log2), FULL)
-    assert _states_equal(merge_state(EMPTY, EMPTY, scale_log2), EMPTY)
+    assert all_equal(merge_state(FULL, EMPTY, scale_log2), FULL)
+    assert all_equal(merge_state(EMPTY, FULL, scale_log2), FULL)
+    assert all_equal(merge_state(EMPTY, EMPTY, scale_log2), EMPTY)
 
 
 @pytest.mark.parametrize("nan_first", [False, True])
@@ -231,7 +221,7 @@ def test_merging_keeps_a_nan_sum(nan_first: bool) -> None:
 
 def test_merge_weights_each_side_by_its_maximum() -> None:
     merged = merge_state(_state(2.0, 1.0, 4.0), _state(5.0, 3.0, 8.0), 1.0)
-    assert _states_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
+    assert all_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
 
 
 def test_merge_is_elementwise_over_rows() -> None:
@@ -240,7 +230,7 @@ def test_merge_is_elementwise_over_rows() -> None:
     stacked = [State(*map(torch.cat, zip(*side, strict=True))) for side in (rows, parts)]
     merged = merge_state(stacked[0], stacked[1], 0.18)
     single = [merge_state(r, p, 0.18) for r, p in zip(rows, parts, strict=True)]
-    assert _states_equal(merged, State(*map(torch.cat, zip(*single, strict=True))))
+    assert all_equal(merged, State(*map(torch.cat, zip(*single, strict=True))))
 
 
 # --- Formats ------------------------------------------------------------------------------------
@@ -253,7 +243,7 @@ def test_each_format_rounds_its_step(field: str) -> None:
     q, k, v = make_inputs(1, 16, 200, 1, 1, 32, torch.float32)
     coarse = attention(q, k, v, block_n=64, formats=Formats(**{field: torch.bfloat16}))
     exact_out, _ = softmax_attention(q, k, v)
-    assert not _same(coarse, attention(q, k, v, block_n=64))
+    assert not all_equal(coarse, attention(q, k, v, block_n=64))
     torch.testing.assert_close(coarse[0].double(), exact_out, rtol=0, atol=0.05)
 
 
@@ -268,7 +258,7 @@ def test_formats_reach_the_merge(field: str) -> None:
     formats = Formats(**{field: record})
     plain = merge_state(FULL, _state(3.0, 1.0, 1.0, 1.0), 0.18)
     merged = merge_state(FULL, _state(3.0, 1.0, 1.0, 1.0), 0.18, formats)
-    assert _states_equal(plain, merged)
+    assert all_equal(plain, merged)
     assert bool(seen) == (field in ("row_max", "row_sum", "rescale", "acc"))
 
 
@@ -276,10 +266,12 @@ def test_a_callable_rounds_like_its_dtype() -> None:
     q, k, v = make_inputs(1, 5, 200, 1, 1, 32)
     by_dtype = attention(q, k, v, formats=Formats(scores=torch.float16))
     by_call = attention(q, k, v, formats=Formats(scores=lambda x: x.half().float()))
-    assert _same(by_dtype, by_call)
+    assert all_equal(by_dtype, by_call)
 
 
 def test_probs_default_to_the_input_dtype() -> None:
     q, k, v = make_inputs(1, 5, 200, 1, 1, 32)
-    assert _same(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.bfloat16)))
-    assert not _same(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.float32)))
+    assert all_equal(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.bfloat16)))
+    assert not all_equal(
+        attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.float32))
+    )
