@@ -18,6 +18,7 @@ import torch
 
 from .. import interface
 from ..errors import ArgumentError, UnsupportedError
+from .low_level import starts_of
 
 _Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Any, because calls unpack arguments.
@@ -142,8 +143,12 @@ def flash_attn_with_kvcache(
             "cu_seqlens_q: expected together with max_seqlen_q, page_table and a tensor of "
             "cache_seqlens"
         )
-    starts = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
-    lengths = cu_seqlens_q, starts, max_seqlen_q, page_table.shape[1] * k_cache.shape[1]
+    lengths = (
+        cu_seqlens_q,
+        starts_of(cache_seqlens),
+        max_seqlen_q,
+        page_table.shape[1] * k_cache.shape[1],
+    )
     scores_ = 0.0, softmax_scale, causal, window_size, softcap
     rest_ = None, None, return_softmax_lse, page_table
     arguments = q, k_cache, v_cache, *lengths, *scores_, *rest_

@@ -117,6 +117,11 @@ def backward(
     return gradients
 
 
+def starts_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns (n + 1,), int32: the sum of all lengths before each, and their total."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def _resolved(
     q: torch.Tensor, mask: Mask, dropout_p: float, lengths: Lengths | None, deterministic: bool
 ) -> tuple[Lengths | None, Options]:

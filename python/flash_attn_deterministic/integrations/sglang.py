@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from ..errors import UnsupportedError
 from ..types import Lengths
+from .low_level import starts_of
 from .paged import PagedAttention
 
 NAME = "flash_attn_deterministic"
@@ -78,13 +79,13 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         if mode.is_decode() and batch.spec_info is None:
             starts, longest = torch.arange(batch.batch_size + 1, device=batch.seq_lens.device), 1
         elif mode.name in ("EXTEND", "MIXED") and batch.spec_info is None:
-            starts = _sums(batch.extend_seq_lens)
+            starts = starts_of(batch.extend_seq_lens)
             longest = max(batch.extend_seq_lens_cpu)
         else:
             raise UnsupportedError(f"forward_mode: expected prefill or decode, got {mode.name}")
         self.forward_metadata = Lengths(
             starts.int(),
-            _sums(batch.seq_lens),
+            starts_of(batch.seq_lens),
             int(longest),
             self._longest(batch),
             batch.seq_lens.int(),
@@ -181,10 +182,6 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         slots = table[batch.req_pool_indices, : self._longest(batch) : self._page_size]
         pages: torch.Tensor = (slots // self._page_size).int()
         return pages
-
-
-def _sums(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _check(layer: Any, unknown: dict[str, Any]) -> None:

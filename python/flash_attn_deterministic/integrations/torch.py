@@ -236,8 +236,7 @@ def _lengths(
                 "cum_seq_k: expected a tensor, or seqused_k and block_table, got None"
             )
         # The lengths are those of seqused_k, but the op requires starts too.
-        lengths = seqused_k.cumsum(0, dtype=torch.int32)
-        cum_seq_k = torch.nn.functional.pad(lengths, (1, 0))
+        cum_seq_k = low_level.starts_of(seqused_k)
     return Lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, None, block_table)
 
 

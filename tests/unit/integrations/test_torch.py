@@ -207,6 +207,30 @@ def test_pages_without_cum_seq_k() -> None:
         provider.forward_no_dropout_inplace(written[:3], *arguments, **settings)
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_what_a_generator_computes_over_pages_has_the_bits_of_the_trainer() -> None:
+    """The calls of TorchTitan's trainer and of its backend for vLLM, for one sequence."""
+    torch_varlen: Any = pytest.importorskip("torch.nn.attention.varlen")
+    if not hasattr(torch_varlen, "varlen_attn_out"):
+        pytest.skip("torch's varlen attention has no pages before 2.12")
+    q, k, v = (draw(40, heads, 32, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    starts = int32(0, 40)
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
+    trained = torch_varlen.varlen_attn(q, k, v, starts, starts, 40, 40, **options)
+    table = torch.tensor([[3, 1, 4]], dtype=torch.int32)
+    pages = [torch.full((5, 16, 2, 32), torch.nan, dtype=q.dtype) for _ in "kv"]
+    generated = torch.empty_like(q)
+    for begin, end in ((0, 17), (17, 39), (39, 40)):
+        for token in range(begin, end):
+            for cache, tokens in zip(pages, (k, v), strict=True):
+                cache[table[0, token // 16], token % 16] = tokens[token]
+        rows = slice(begin, end)
+        lengths = int32(0, end - begin), None, end - begin, 48
+        options |= {"block_table": table, "seqused_k": int32(end), "num_splits": 1}
+        torch_varlen.varlen_attn_out(generated[rows], q[rows], *pages, *lengths, **options)
+    assert bits_equal(generated, trained)
+
+
 @pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
 @pytest.mark.parametrize("torch_setting", [True, False], ids=["deterministic-only", "any"])
 def test_backward_is_deterministic_by_mode_or_setting_of_torch(

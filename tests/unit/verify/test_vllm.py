@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.errors import ArgumentError
 from flash_attn_deterministic.verify import vllm as check
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.vllm import Answer
@@ -197,6 +198,31 @@ def test_what_differs_is_run_again_without_graphs(
     assert "decode: first different: layers.1.norm (RMSNorm), 4 of 9 rows" in said
     assert "steps: nothing differs without CUDA graphs and compilation" in said
     assert len(json.loads((tmp_path / "vllm.json").read_text())["without graphs"]) == 2
+
+
+def test_over_ranks_answers_alone_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers are other processes there, whose modules have no hooks."""
+    monkeypatch.setattr(check, "_child", lambda *arguments: record(found("batch", 1)))
+    options = '{"tensor_parallel_size": 2}'
+    words = ["verify", "--vllm", "folder", "--vllm-options", options, "--out", str(tmp_path)]
+    assert main(words) == Exit.CONTRACT
+    assert "no module is named: with tensor_parallel_size" in capsys.readouterr().out
+    assert json.loads((tmp_path / "vllm.json").read_text())["checks"][0]["equal"] == 1
+
+
+def test_answers_are_kept_where_naming_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(model: str, options: dict[str, Any], only: list[str]) -> dict[str, Any]:
+        if only:
+            raise ArgumentError("--vllm: vLLM ended with status 1")
+        return record(found("batch", 1))
+
+    monkeypatch.setattr(check, "_child", child)
+    assert main(["verify", "--vllm", "folder", "--out", str(tmp_path)]) == Exit.USAGE
+    assert json.loads((tmp_path / "vllm.json").read_text())["checks"][0]["equal"] == 1
 
 
 def test_equal_answers_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

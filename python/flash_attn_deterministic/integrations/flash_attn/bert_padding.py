@@ -7,9 +7,9 @@ Gradients pass through.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from ...errors import ArgumentError
+from ..low_level import starts_of
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def unpad_input(
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, _starts(lengths), int(lengths.max()), seqused
+    return packed, indices, starts_of(lengths), int(lengths.max()), seqused
 
 
 def unpad_input_for_concatenated_sequences(
@@ -77,7 +77,7 @@ def unpad_input_for_concatenated_sequences(
     lengths = attention_mask_in_length.flatten()
     lengths = lengths[lengths.nonzero().flatten()]
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, _starts(lengths), int(lengths.max())
+    return packed, indices, starts_of(lengths), int(lengths.max())
 
 
 def pad_input(
@@ -86,11 +86,6 @@ def pad_input(
     """Puts packed tokens (total, ...) back into a padded batch (batch, seqlen, ...) of zeros."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *padded.shape[1:])
-
-
-def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns (n + 1,), int32: the sum of all lengths before each, and their total."""
-    return functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _check_mask(name: str, mask: torch.Tensor, hidden_states: torch.Tensor) -> None:
