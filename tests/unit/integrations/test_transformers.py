@@ -109,6 +109,29 @@ def test_padded_batches_agree_with_eager(family: str, side: str) -> None:
     )
 
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "Bart": {
+        **{"d_model": 64, "encoder_layers": 2, "decoder_layers": 2},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@torch.no_grad()
+def test_encoders_and_encoder_decoders_agree_with_eager(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(vocab_size=97, **ENCODERS[family])
+    torch.manual_seed(0)
+    model = (
+        getattr(transformers, f"{family}Model")
+        ._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16)
+        .eval()
+    )
+    ids, mask = tokens(3, 24), padding("right")
+    compare_with_eager(model, lambda model: model(ids, attention_mask=mask)[0][mask.bool()])
+
+
 @families
 @torch.no_grad()
 def test_packed_batches_agree_with_sequences_alone(family: str) -> None:
