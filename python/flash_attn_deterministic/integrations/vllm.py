@@ -1,7 +1,7 @@
 """An attention backend plugin for vLLM, `--attention-backend FLASH_ATTN_DETERMINISTIC`.
 
 vLLM loads it through the entry point vllm.general_plugins. Where vLLM takes new names for backends
-(0.33 does), it registers its own and touches nothing else. Older releases have one name for all
+(0.32 does), it registers its own and touches nothing else. Older releases have one name for all
 plugins, CUSTOM: it takes that only if VLLM_PLUGINS names this plugin.
 
 It computes decoder attention over vLLM's pages, with sliding windows, softcap, ALiBi and sinks.
