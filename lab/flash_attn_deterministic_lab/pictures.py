@@ -95,7 +95,9 @@ def name_ticks(axes: Any) -> None:
         if axis.get_scale() != "log" or isinstance(axis.get_major_locator(), ticker.FixedLocator):
             continue
         low, high = axis.get_view_interval()
-        digits = (1, 2, 5) if high < 300 * low else (1,)
+        digits: tuple[float, ...] = (1,)
+        if high < 300 * low:
+            digits = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=9))
         axis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
         axes.minorticks_off()
@@ -130,9 +132,9 @@ class LinePanels:
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xlabel(self.labels[0])
-            for each in lines:
+            for above, each in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
                 if each.points:
-                    _line(axes, each)
+                    _line(axes, each, above)
             for level in self.levels:
                 axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
             if named:
@@ -148,7 +150,8 @@ class LinePanels:
         return figure
 
 
-def _line(axes: Any, line: Line) -> None:
+def _line(axes: Any, line: Line, above: int) -> None:
+    """Draws a line, wider the more lines come above it: equal ones all show."""
     found = [(x, _there(values)) for x, values in sorted(line.points, key=lambda point: point[0])]
     # A logarithmic axis has no place for 0: the legend says what it can't show.
     left_out = sum(value <= 0 for _, values in found for value in values)
@@ -159,7 +162,8 @@ def _line(axes: Any, line: Line) -> None:
     xs = [x for x, _ in found]
     axes.plot(
         xs, [statistics.median(values) for _, values in found], line.style,
-        color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=label,
+        color=colour, marker=marker, markersize=min(4.5 + 1.5 * above, 9),
+        linewidth=min(1.4 + above, 4.4), label=label,
         markerfacecolor=colour if line.style == "-" else "white",
     )  # fmt: skip
     least = [min(value for value in values if value > 0) for _, values in found]
@@ -217,6 +221,8 @@ class DotPanels:
             axes.set_yticks(range(count), self.rows)
             axes.set_ylim(count - 0.5, -0.5)
             axes.grid(axis="y", visible=False)
+            for border in range(1, count):
+                axes.axhline(border - 0.5, color="#e4e4e4", linewidth=0.8, zorder=0)
             axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
             if self.scale != "log":
                 axes.axvline(0, color="#333333", linewidth=0.8)

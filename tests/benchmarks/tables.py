@@ -346,6 +346,32 @@ def _matrix(results: Results) -> str:
     return f"{text}\n\nCPU tests on an installed wheel (preset dev)."
 
 
+def _deviation(results: Results) -> str:
+    """The verdict on every claim of the studies of deviation."""
+    record = results["deviation"]
+    rows = [
+        [
+            one["text"],
+            one["source"],
+            one["verdict"] + (f": {one['condition']}" * bool(one["condition"])),
+        ]
+        for one in record["claims"]
+    ]
+    studies = "; ".join(f"{name}: {words}" for name, words in record["studies"].items())
+    return table(record, ["claim", "of", "verdict"], rows, f"Studies: {studies}.")
+
+
+# Claims that say whether a kernel's rounding matters to a training.
+_MATTERS = ("null", "loss", "language-null", "language-loss", "model-noise")
+
+
+def _matters(results: Results) -> str:
+    """Numbers, with their intervals, of what an attention changes in a training."""
+    found = [one for one in results["deviation"]["claims"] if one["key"] in _MATTERS]
+    lines = [f"- {one['text']} **{one['verdict']}**: {'; '.join(one['numbers'])}." for one in found]
+    return "\n".join(lines) or NOT_MEASURED
+
+
 _STUDIES = (
     "decode",
     "servers",
@@ -357,6 +383,8 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     **{name: (name, partial(_means, name=name)) for name in _STUDIES},
     "accuracy": ("verification", _accuracy),
     "build": ("build", _build),
+    "deviation": ("deviation", _deviation),
+    "deviation-matters": ("deviation", _matters),
     "by-head-dim": ("peers-forward", _by_head_dim),
     "host": ("host", _host),
     "matrix": ("matrix", _matrix),

@@ -14,6 +14,7 @@ from ..cli import ended
 _Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
 _MODEL = "language-small"
+_STUDIES = ("forward", "kernels", "training", "language", "gradients", "sinks")
 _Run = Callable[[argparse.Namespace], object]  # what it returns is false where all went well
 
 
@@ -73,7 +74,7 @@ def add_command(commands: _Parsers) -> None:
     report.set_defaults(out=Path("deviation"))
     report.add_argument(
         "results", nargs="*", type=Path,
-        help="folders of studies; none: forward, kernels, training and sinks in that of the report",
+        help=f"folders of studies; none: those of {', '.join(_STUDIES)} in that of the report",
     )  # fmt: skip
     _option(report, "--quick", False, "run quick studies first, in the folder of the report")
 
@@ -280,7 +281,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
         folders = quick_studies(arguments.out)
     elif not folders:
-        folders = [arguments.out / name for name in ("forward", "kernels", "training", "sinks")]
+        folders = [arguments.out / name for name in _STUDIES]
         folders = [folder for folder in folders if folder.exists()]
     for path in write_report(folders, arguments.out):
         print(path)

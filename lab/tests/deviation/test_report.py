@@ -16,9 +16,11 @@ from flash_attn_deterministic_lab.deviation.report import page as page_module
 from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS
 from flash_attn_deterministic_lab.deviation.report.judging import (
     LANGUAGE,
+    MODEL,
     NOT_TESTED,
     ON_GPU,
     QUICK,
+    SINKS,
 )
 from flash_attn_deterministic_lab.deviation.report.page import CAPTIONS, read_study, write_report
 from flash_attn_deterministic_lab.deviation.training.training_study import plan_of, run_training
@@ -52,7 +54,7 @@ def drawn(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def page(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("report")
     written = write_report(folders, out)
-    assert [path.name for path in written] == ["report.html", "report.md"]
+    assert [path.name for path in written] == ["report.html", "report.md", "deviation.json"]
     return written[0].read_text()
 
 
@@ -65,7 +67,7 @@ def test_the_page_needs_no_other_file(page: str) -> None:
 
 
 def test_every_claim_has_a_row_a_section_and_a_verdict(page: str) -> None:
-    tested = [claim for claim in CLAIMS if claim.study not in (ON_GPU, LANGUAGE)]
+    tested = [claim for claim in CLAIMS if claim.study not in (ON_GPU, LANGUAGE, MODEL)]
     for claim in tested:
         assert page.count(f'href="#{claim.key}"') == 1
         assert page.count(f'id="{claim.key}"') == 1
@@ -86,7 +88,7 @@ def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
 
 @pytest.mark.usefixtures("drawn")
 def test_the_text_links_the_figures(folders: list[Path], tmp_path: Path) -> None:
-    _, text = write_report(folders, tmp_path / "deep" / "report")
+    _, text, _ = write_report(folders, tmp_path / "deep" / "report")
     links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text.read_text())
     assert links
     assert all((text.parent / link).exists() for link in links)
@@ -99,7 +101,7 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
     value["configuration"]["workload"] = "drawings-small"  # not quick
     (tmp_path / "as-it-was").mkdir()
     (tmp_path / "as-it-was" / "training.json").write_text(json.dumps(value))
-    _, text = write_report([tmp_path / "as-it-was"], tmp_path / "before")
+    _, text, _ = write_report([tmp_path / "as-it-was"], tmp_path / "before")
     claim = next(claim for claim in CLAIMS if claim.key == "repeat")
     row = f"| {claim.text} | {claim.source} | **{{}}** |"
     assert row.format("holds") in text.read_text()
@@ -108,9 +110,38 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
     value["seeds"]["2"] = {}  # for which there was no time
     (tmp_path / "changed").mkdir()
     (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
-    _, text = write_report([tmp_path / "changed"], tmp_path / "after")
+    _, text, _ = write_report([tmp_path / "changed"], tmp_path / "after")
     assert row.format("does not hold") in text.read_text()
     assert "2 paired seeds" in text.read_text()
+
+
+def test_the_record_names_its_claims_and_where_they_come_from(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    *_, written = write_report(folders[3:], tmp_path)
+    record = json.loads(written.read_text())
+    assert {"date", "command", "hardware", "versions", "wheel", "sources"} <= record.keys()
+    assert record["quick"] == []
+    claims = {claim["key"]: claim for claim in record["claims"]}
+    assert claims.keys() == {claim.key for claim in CLAIMS if claim.study == SINKS}
+    assert claims["failure-remedy"]["verdict"] == NOT_TESTED
+    assert claims["failure-kernels"]["numbers"]
+
+
+def test_gradients_of_a_model_stand_beside_those_of_the_failure(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    text = (folders[3] / "gradients.json").read_text().replace('"kernel"', '"ours"')
+    value = json.loads(text)
+    value["configuration"]["model"] = "language-100m"
+    value["whole"]["ours"] |= {"noise": [0.001, 0.002, 0.003], "systematic": [-0.02, 0.0, 0.01]}
+    (tmp_path / "gradients").mkdir()
+    (tmp_path / "gradients" / "gradients.json").write_text(json.dumps(value))
+    *_, written = write_report([folders[3], tmp_path / "gradients"], tmp_path)
+    claims = {claim["key"]: claim for claim in json.loads(written.read_text())["claims"]}
+    assert claims["model-noise"]["verdict"] == "holds"
+    assert "failure-kernels" in claims
+    assert (tmp_path / "report.md").read_text().count("Of the given model.") >= 3
 
 
 def test_quick_studies_get_no_verdict(page: str) -> None:
@@ -128,7 +159,7 @@ def test_quick_studies_get_no_verdict(page: str) -> None:
 def test_claims_of_studies_that_are_missing_are_counted(
     folders: list[Path], tmp_path: Path
 ) -> None:
-    _, text = write_report(folders[:1], tmp_path)
+    _, text, _ = write_report(folders[:1], tmp_path)
     page = text.read_text()
     shown = [claim for claim in CLAIMS if claim.text in page]
     assert 0 < len(shown) < len(CLAIMS)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from ..numbers.intervals import Interval
 from .forward_claims import FORWARD_CLAIMS, NEWER, OURS
-from .judging import SINKS, Case, Claim, Evidence, Outcome, Range, range_text
+from .judging import MODEL, SINKS, Case, Claim, Evidence, Outcome, Range, range_text
 from .kernel_claims import KERNEL_CLAIMS
 from .training_claims import TRAINING_CLAIMS
 
@@ -60,7 +60,32 @@ FAILURE_CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-CLAIMS: tuple[Claim, ...] = (*FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, *FAILURE_CLAIMS)
+KERNELS_OF_MODELS = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn")
+LITTLE = (0.0, 0.01)  # of the spread of gradients between batches
+
+
+def _of_model(whole: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
+    for name in KERNELS_OF_MODELS:
+        if name in whole:
+            noise, common = (Interval.read(whole[name][part]) for part in ("noise", "systematic"))
+            yield Case(name, noise, *LITTLE, " of the noise of a batch")
+            yield Case(f"{name}, common", common, *NOT_COMMON, _UNITS["systematic"])
+
+
+MODEL_CLAIMS = (
+    Claim(
+        "model-noise", OURS,
+        "In a trained model the error of kernels is less than 1 % of the noise of a batch, and "
+        "batches have none of it in common.",
+        "Error of the whole gradient over its spread between batches: "
+        f"{range_text(*LITTLE)}; {_MEASURES['systematic']}: {range_text(*NOT_COMMON)}.",
+        MODEL, _of_model, ("model-gradients", "model-systematic"),
+    ),
+)  # fmt: skip
+
+CLAIMS: tuple[Claim, ...] = (
+    *FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, *MODEL_CLAIMS, *FAILURE_CLAIMS
+)  # fmt: skip
 
 
 def judge_all(evidence: Evidence, quick: Collection[str] = ()) -> list[tuple[Claim, Outcome]]:

@@ -67,10 +67,13 @@ KERNELS, ON_GPU, SINKS = (
     "real kernels", "real kernels on a GPU", "gradients on the workload sinks"
 )  # fmt: skip
 TRAINING, LANGUAGE = "training", "training of a language model"
+MODEL = "gradients of a model"
 
 
 def study_of(value: Mapping[str, Any]) -> str:
     """Returns the name of a study by its result: there are trainings of two kinds."""
+    if value["kind"] == "gradients":
+        return SINKS if value["configuration"]["model"].startswith("sinks") else MODEL
     workload = str(value["configuration"].get("workload", ""))
     return LANGUAGE if workload.startswith("language") else str(value["kind"])
 
@@ -98,10 +101,7 @@ def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
         evidence[KERNELS] = results["kernels"]
         if results["kernels"]["configuration"]["device"] == "cuda":
             evidence[ON_GPU] = results["kernels"]
-    # Gradients of another model say nothing of the failure's mechanism.
-    gradients = results.get("gradients")
-    if gradients and gradients["configuration"]["model"].startswith("sinks"):
-        evidence[SINKS] = gradients["whole"]
+    evidence |= {name: results[name]["whole"] for name in (SINKS, MODEL) if name in results}
     return evidence
 
 

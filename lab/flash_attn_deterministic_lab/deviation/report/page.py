@@ -13,7 +13,7 @@ from ...pictures import Panels, draw_all
 from ...shared.document import Document, Section, html, markdown
 from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, median_interval
-from ..study.files import read_result, write_text
+from ..study.files import SCHEMA, read_result, write_result, write_text
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS, judge_all
 from .forward_plots import forward_plots
@@ -71,7 +71,10 @@ def read_study(folder: Path) -> tuple[dict[str, Any], list[Path]]:
 
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
-    """Writes report.html, which needs no other file, and report.md, which links the plots.
+    """Writes report.html, which needs no other file, report.md, and deviation.json.
+
+    report.md links the plots. deviation.json holds claims, numbers and verdicts, and where the
+    studies come from: docs/deviation.md takes its tables from it.
 
     Raises:
         ArgumentError: no folders, one without a result, or two of a kind.
@@ -110,7 +113,31 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     document = Document(TITLE, intro, sections)
     write_text(page, html(document))
     write_text(text, markdown(document, out))
-    return [page, text]
+    write_result(out, _record(judged, values))
+    return [page, text, out / "deviation.json"]
+
+
+def _record(
+    judged: list[tuple[Claim, Outcome]], values: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """What was found, with the provenance of the first study on a GPU, or of the first."""
+    first = max(values.values(), key=lambda value: value["hardware"]["gpu"] is not None)
+    fields = ("date", "command", "hardware", "versions", "wheel", "sources", "bits_version")
+    sources = [value["sources"] for value in values.values() if value["hardware"]["gpu"]]
+    record = {name: first.get(name) for name in fields}
+    if any(one != first["sources"] for one in sources):
+        record["sources"] = None  # of several kernels: no file is of them all
+    return {
+        "kind": "deviation", "schema": SCHEMA, **record,
+        "quick": [kind for kind, value in values.items() if is_quick(value["configuration"])],
+        "studies": {kind: _setup(value) for kind, value in values.items()},
+        "claims": [
+            {"key": claim.key, "source": claim.source, "text": claim.text,
+             "verdict": outcome.verdict, "condition": outcome.condition,
+             "numbers": outcome.numbers}
+            for claim, outcome in judged
+        ],
+    }  # fmt: skip
 
 
 def _sections(
@@ -138,8 +165,10 @@ def _sections(
 
 
 def _caption(name: str) -> str:
-    language = name.removeprefix("language-")
-    return CAPTIONS[language] + (" Language model." if language != name else "")
+    for prefix, words in (("language-", " Language model."), ("model-", " Of the given model.")):
+        if name.startswith(prefix):
+            return CAPTIONS[name.removeprefix(prefix)] + words
+    return CAPTIONS[name]
 
 
 def _setup(value: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ...pictures import DotPanels, Line, LinePanels, Panels
 from ..kernels.kernel_study import COMPARED
 from ..training.training_study import FP16, NUDGES, by_seed, probe_changes
-from .judging import LANGUAGE, study_of
+from .judging import LANGUAGE, MODEL, study_of
 from .names import title
 
 MEASURES = {
@@ -38,7 +38,7 @@ def gradient_plots(value: dict[str, Any]) -> dict[str, DotPanels]:
         for name in value["whole"]
     }
     rows = list(_by_kind({name: [] for name in weights}))
-    return {
+    found = {
         "gradients": DotPanels(layers("error", "noise"), rows, "relative size"),
         "systematic": DotPanels(layers("systematic"), rows, "share", "linear"),
         "outputs": DotPanels(
@@ -46,6 +46,8 @@ def gradient_plots(value: dict[str, Any]) -> dict[str, DotPanels]:
             list(value["forward"]), "‖output - exact‖ / ‖exact‖",
         ),
     }  # fmt: skip
+    prefix = "model-" if study_of(value) == MODEL else ""
+    return {prefix + name: panels for name, panels in found.items()}
 
 
 def _by_kind(found: dict[str, Any]) -> dict[str, list[float | None]]:
