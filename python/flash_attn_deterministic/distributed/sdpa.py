@@ -41,7 +41,7 @@ class SdpaOverRanks(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs a call; see torch.overrides.TorchFunctionMode."""
-        if func is not torch._C._nn.scaled_dot_product_attention:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
 
