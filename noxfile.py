@@ -437,12 +437,15 @@ def install_torch(session: nox.Session, *others: str) -> None:
     The one takes 0.2 GB, the other 3. Pip's settings may offer it; it is asked for by itself, since
     pip prefers what an index announces by hash to the file of a folder.
     """
-    said: object = "ERROR"
+    missing = "No matching distribution"
+    said = missing
     if not NEWEST and not HAS_GPU:
         pip = ["python", "-m", "pip", "install", *LOCKED, *WHEELS_ONLY, "-r", "locks/torch_cpu.txt"]
-        said = session.run(*pip, silent=True, success_codes=(0, 1))
-    if "ERROR" in str(said):
+        said = str(session.run(*pip, silent=True, success_codes=(0, 1)))
+    if missing in said:
         install(session, "torch", *others)
+    elif "ERROR" in said:  # a file of another hash, say: not a reason to take another one
+        session.error(said)
 
 
 def install_lab(session: nox.Session) -> None:

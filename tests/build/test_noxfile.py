@@ -158,7 +158,11 @@ def test_compilers_are_those_that_the_build_is_asked_for(
     ("said", "locks"),
     [
         pytest.param("Successfully installed", ["torch_cpu"], id="offered"),
-        pytest.param("ERROR: no match", ["torch_cpu", "torch", "torch_cuda"], id="not offered"),
+        pytest.param(
+            "ERROR: No matching distribution found for torch",
+            ["torch_cpu", "torch", "torch_cuda"],
+            id="not offered",
+        ),
     ],
 )
 def test_torch_is_the_one_for_cpus_where_there_is_one(
@@ -172,6 +176,13 @@ def test_torch_is_the_one_for_cpus_where_there_is_one(
     ]  # fmt: skip
     del session.commands[-2]
     assert installs(session) == ["torch_requires", *locks]
+
+
+def test_a_torch_of_another_hash_is_not_replaced_in_silence(sessions: ModuleType) -> None:
+    session = Session()
+    session.said = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
+    with pytest.raises(Stopped, match="HASHES"):
+        sessions.install_torch(session)
 
 
 def test_newest_takes_what_pyproject_allows_instead_of_the_locks(
