@@ -58,7 +58,8 @@ def flash_attn_func(
 
     Under autocast, float32 inputs are cast as those of scaled_dot_product_attention.
     torch.func.vmap of dense calls has the bits of a loop. DTensors may be sharded along the batch
-    or, in whole groups, along the heads; out is sharded likewise.
+    or, in whole groups, along the heads; out is sharded likewise. (Torch 2.10 shards no qkv in one
+    tensor.)
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.

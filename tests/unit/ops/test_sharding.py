@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import sharded_calls
+import torch
 from rank_pool import Pool, RankFailed, pool_of
 
 
@@ -30,7 +31,15 @@ def test_a_head_of_keys_that_all_ranks_need(pool: Pool) -> None:
     assert pool.run(sharded_calls.one_kv_head) == [[True] * 4 + [False]] * 2
 
 
-@pytest.mark.parametrize("seqlens", [False, True], ids=["qkv", "varlen"])
+@pytest.mark.parametrize(
+    "seqlens",
+    [
+        # It looks for the mesh in the first argument alone, which is None there.
+        pytest.param(False, id="qkv", marks=pytest.mark.skipif(
+            torch.__version__.startswith("2.10."), reason="torch 2.10 shards no such call")),
+        pytest.param(True, id="varlen"),
+    ],
+)  # fmt: skip
 def test_packed(pool: Pool, seqlens: bool) -> None:
     count = 5 if seqlens else 3
     assert pool.run(sharded_calls.packed, seqlens) == [[True] * count] * 2
