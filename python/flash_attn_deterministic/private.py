@@ -11,9 +11,10 @@ through torch's dispatcher, and take the host longer.
 recomputes a checkpoint in the mode of the process, unless `checkpoint_contexts` is used.
 
 `_after_autograd_keyset`, `_is_any_autocast_enabled` (interface), `_get_dispatch_mode` (mode),
-`_dispatch_has_kernel_for_dispatch_key` (ops), `Library._destroy` (integrations.torch) and
-transformers' `_lazy_imports` and `_check_and_adjust_attn_implementation`: what needs them raises an
-AttributeError.
+`_dispatch_has_kernel_for_dispatch_key` (ops), `_nn.scaled_dot_product_attention` (distributed: what
+torch's function was before context_parallel replaced it), `Library._destroy` (integrations.torch)
+and transformers' `_lazy_imports` and `_check_and_adjust_attn_implementation`: what needs them
+raises an AttributeError.
 """
 
 from __future__ import annotations

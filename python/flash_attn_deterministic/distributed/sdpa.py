@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ArgumentError, UnsupportedError
+from ..private import C
 from .api import flash_attn_func
 from .layout import ZIGZAG
 
@@ -41,7 +42,7 @@ class SdpaOverRanks(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs a call; see torch.overrides.TorchFunctionMode."""
-        if func is not torch.nn.functional.scaled_dot_product_attention:
+        if func is not C._nn.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
 

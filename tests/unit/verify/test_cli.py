@@ -46,7 +46,7 @@ class StandIn:
 
     instead: ClassVar[Answers]
 
-    def __init__(self, options: tasks.Options) -> None:
+    def __init__(self, options: tasks.Options, settings: dict[str, str]) -> None:
         pass
 
     def __enter__(self) -> StandIn:
