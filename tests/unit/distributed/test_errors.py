@@ -296,7 +296,7 @@ def test_a_rank_that_dies() -> None:
         for _, message in three.results([0, 1]):
             assert message.startswith("RankError: rank ")
             assert "rank 2 did not make call 1 of this group within its timeout" in message
-        assert time.monotonic() - begin < 60  # the timeout is 20; a busy machine is slow
+        assert time.monotonic() - begin < 40
 
 
 def test_a_rank_that_dies_in_a_later_step() -> None:
@@ -306,7 +306,7 @@ def test_a_rank_that_dies_in_a_later_step() -> None:
         begin = time.monotonic()
         ((_, message),) = two.results([0])
         assert message.startswith("RankError: rank 0 of 2: rows and keys did not arrive: another")
-        assert time.monotonic() - begin < 60  # the timeout is 20; a busy machine is slow
+        assert time.monotonic() - begin < 40
 
 
 def test_a_rank_that_is_late() -> None:
