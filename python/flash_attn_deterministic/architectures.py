@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NAME = re.compile(r"(\d+)(\d)([a-z]?)(?:-(real|virtual))?")
@@ -29,16 +28,15 @@ class Architecture:
 
     def real_runs_on(self, capability: tuple[int, int]) -> bool:
         """Returns whether its machine code, if any, runs on a GPU."""
-        if self.exact:
-            return self.real and capability == self.capability
         same_major = capability[0] == self.capability[0]
-        return self.real and same_major and capability >= self.capability
+        return self.real and same_major and self._reaches(capability)
 
     def virtual_runs_on(self, capability: tuple[int, int]) -> bool:
         """Returns whether a driver can compile its PTX, if any, for a GPU."""
-        if self.exact:
-            return self.virtual and capability == self.capability
-        return self.virtual and capability >= self.capability
+        return self.virtual and self._reaches(capability)
+
+    def _reaches(self, capability: tuple[int, int]) -> bool:
+        return capability == self.capability if self.exact else capability >= self.capability
 
 
 def parse(architecture: str) -> Architecture:
@@ -64,8 +62,3 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     """
     parsed = parse(architecture)
     return parsed.real_runs_on(capability) or parsed.virtual_runs_on(capability)
-
-
-def any_runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Returns whether one of several architectures runs on a GPU; see `runs_on`."""
-    return any(runs_on(architecture, capability) for architecture in architectures)

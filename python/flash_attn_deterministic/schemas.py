@@ -143,9 +143,13 @@ def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, An
     return plain, {argument: given.get(argument) for argument in argument_names(plain)}
 
 
-def _names(schema: str) -> tuple[str, ...]:
-    arguments, _ = schema.removeprefix("(").split(") -> ")
-    return tuple(argument.split()[-1].split("=")[0] for argument in arguments.split(", "))
+def _names(schema: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of arguments and of results."""
+    arguments, results = (part.strip("()").split(", ") for part in schema.split(" -> "))
+    return (
+        tuple(argument.split()[-1].split("=")[0] for argument in arguments),
+        tuple(result.split()[-1] for result in results),
+    )
 
 
 # Not a cache: torch.compile warns of functions that have one.
@@ -154,7 +158,12 @@ _NAMES = {name: _names(schema) for name, schema in {**FORWARD, **BACKWARD, **SUM
 
 def argument_names(name: str) -> tuple[str, ...]:
     """Returns the names of an op's arguments, in order."""
-    return _NAMES[name]
+    return _NAMES[name][0]
+
+
+def result_names(name: str) -> tuple[str, ...]:
+    """Returns the names of an op's results, in order."""
+    return _NAMES[name][1]
 
 
 # The layout of each op's arguments, which the callers of the ops share.

@@ -83,11 +83,11 @@ def device_problem(index: int) -> str:
     """Returns "" if this wheel runs on CUDA device number `index`, otherwise why not."""
     if not torch.cuda.is_available():
         return ""  # the tensors are fake: nothing is launched
-    from ..architectures import any_runs_on  # here, to keep the package's import short
+    from ..architectures import runs_on  # here, to keep the package's import short
 
     capability = torch.cuda.get_device_capability(index)
     architectures = build_info().architectures
-    if any_runs_on(architectures, capability):
+    if any(runs_on(name, capability) for name in architectures):
         return ""
     return (
         f"cuda:{index} ({torch.cuda.get_device_name(index)}) has compute capability "

@@ -12,7 +12,7 @@ import torch
 
 from ..checks.ops import validate
 from ..errors import ArgumentError, UnsupportedError
-from ..interface.call import draw_rng_state, resolve_options, with_ints
+from ..interface.call import completed, resolve_options, with_ints
 from ..ops.autograd import alert_atomics, run
 from ..schemas import argument_names, backward_call, forward_call
 from ..types import Call, Gradients, Lengths, Options
@@ -73,16 +73,13 @@ def forward(
             "got True: its backward has no argument for the residual; call flash_attn_func, or "
             "make the call inside deterministic_mode(keep_residual=False)"
         )
-    inputs, slopes = (q, k, v), mask.alibi_slopes
-    call = forward_call(inputs, lengths, options, slopes)
-    rng_state = None
+    call = forward_call((q, k, v), lengths, options, mask.alibi_slopes)
     _check_head_dim(call)
     if options.dropout_p > 0:
-        validate(*call)  # a wrong call draws no seed
-        rng_state = draw_rng_state(q.device)
-        call = forward_call(inputs, lengths, options, slopes, rng_state)
+        call = completed(call, pads=False)
+    op, arguments = call
     out, softmax_lse = run(call)
-    return Forward(out, softmax_lse, rng_state)
+    return Forward(out, softmax_lse, arguments[argument_names(op).index("rng_state")])
 
 
 def backward(

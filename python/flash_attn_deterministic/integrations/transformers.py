@@ -17,6 +17,8 @@ transformers' variable FLASH_ATTENTION_DETERMINISTIC sets this mode too, when a 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -105,59 +107,27 @@ def mask(
     return result
 
 
-# transformers inspects the parameters, and passes those that it finds. `deterministic` is not among
-# them: transformers would pass False, but the mode has to decide.
+def _by_mode(function: Any) -> Any:
+    """Hides `deterministic`: transformers passes what it finds among the parameters, here False."""
+
+    @functools.wraps(function)
+    def attention(*arguments: Any, **options: Any) -> torch.Tensor:
+        out: torch.Tensor = function(*arguments, **options)
+        return out
+
+    signature = inspect.signature(function)
+    kept = [one for name, one in signature.parameters.items() if name != "deterministic"]
+    attention.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return attention
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    learnable_sink: torch.Tensor | None = None,
-) -> torch.Tensor:
-    options = dropout_p, softmax_scale, causal, window_size, softcap
-    return flash_attn_func(q, k, v, *options, learnable_sink=learnable_sink)
-
-
-def _varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int | torch.Tensor,
-    max_seqlen_k: int | torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    learnable_sink: torch.Tensor | None = None,
-) -> torch.Tensor:
-    # max_seqlen is a tensor if transformers found the sequences in position_ids.
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        learnable_sink=learnable_sink,
-    )
-
-
-_FUNCTIONS = (_attention, _varlen_attention, flash_attn_with_kvcache, pad_input, unpad_input)
+_FUNCTIONS = (
+    _by_mode(flash_attn_func),
+    _by_mode(flash_attn_varlen_func),
+    flash_attn_with_kvcache,
+    pad_input,
+    unpad_input,
+)
 _others = modeling_flash_attention_utils._lazy_imports
 
 

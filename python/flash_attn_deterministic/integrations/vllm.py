@@ -205,13 +205,11 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
     def _sums(self, seq_lens: torch.Tensor) -> torch.Tensor:
         requests = seq_lens.shape[0]
         if requests >= self._cu_seqlens_k.shape[0]:
-            self._cu_seqlens_k = self._cu_seqlens_k.new_zeros(self._largest_batch(requests) + 1)
+            scheduler = getattr(self.vllm_config, "scheduler_config", None)
+            largest = max(requests, getattr(scheduler, "max_num_seqs", 0))
+            self._cu_seqlens_k = self._cu_seqlens_k.new_zeros(largest + 1)
         torch.cumsum(seq_lens, 0, out=self._cu_seqlens_k[1 : requests + 1])
         return self._cu_seqlens_k[: requests + 1]
-
-    def _largest_batch(self, requests: int) -> int:
-        scheduler = getattr(self.vllm_config, "scheduler_config", None)
-        return max(requests, getattr(scheduler, "max_num_seqs", 0))
 
 
 class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-ignore]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checks.ops import validate
-from ..schemas import BACKWARD, FORWARD, SUMS, WITH_RESIDUAL, argument_names
+from ..schemas import BACKWARD, FORWARD, SUMS, argument_names, result_names
 
 
 def register(library: Any) -> None:
@@ -22,59 +22,35 @@ def register(library: Any) -> None:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    names = argument_names(name)
-    results: Callable[..., Any]
-    if name in FORWARD:
-        results = _forward
-    elif name in BACKWARD:
-        results = _packed_backward if "qkv" in names else _backward
-    else:
-        others: dict[str, Callable[..., Any]] = {"finish_key_sums": _finish, "sink_bwd": _sink}
-        results = others.get(name, _sums)
+    names, results = argument_names(name), result_names(name)
 
     def run(*arguments: Any) -> Any:
         # torch takes this kernel too if only one tensor of a call is a meta tensor, for instance k
         # of a q on a GPU. The result would be memory that no kernel has written.
         validate(name, arguments)
-        outputs = results(**dict(zip(names, arguments, strict=False)))
-        if name.endswith(WITH_RESIDUAL):
-            return *outputs, outputs[0].new_empty(outputs[0].shape, dtype=torch.bfloat16)
-        return outputs
+        given = dict(zip(names, arguments, strict=False))
+        made = [_empty(result, given) for result in results]
+        return tuple(made) if len(made) > 1 else made[0]
 
     return run
 
 
-# Results are contiguous, whatever the strides of q, k and v.
-
-
-def _forward(q: Any, qkv: Any = None, v: Any = None, v_cache: Any = None, **others: Any) -> Any:
-    if q is None:
-        q = qkv.unbind(-3)[0]
-    *tokens, nheads, head_dim = q.shape
-    values = v if v_cache is None else v_cache
-    if values is not None:
-        head_dim = values.shape[-1]
-    lse_shape = (*tokens[:-1], nheads, tokens[-1])
-    out = q.new_empty((*tokens, nheads, head_dim))
-    return out, q.new_empty(lse_shape, dtype=torch.float32)
-
-
-def _backward(q: Any, k: Any, v: Any, **others: Any) -> Any:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _packed_backward(q: Any, qkv: Any, **others: Any) -> Any:
-    return qkv.new_empty((0,) if q is None else q.shape), qkv.new_empty(qkv.shape)
-
-
-def _sums(q: Any, k: Any, v: Any, **others: Any) -> Any:
-    dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (k, v))
-    return q.new_empty(q.shape), dk, dv
-
-
-def _sink(learnable_sink: Any, **others: Any) -> Any:
-    return learnable_sink.new_empty(learnable_sink.shape)
-
-
-def _finish(dk_sums: Any, k: Any, **others: Any) -> Any:
-    return k.new_empty(dk_sums.shape), k.new_empty(dk_sums.shape)
+def _empty(result: str, given: dict[str, Any]) -> Any:
+    """Returns a tensor like a result, contiguous whatever the strides of q, k and v."""
+    q = given.get("q")
+    if result in ("out", "softmax_lse", "residual"):
+        keys = given.get("v_cache", given.get("v"))
+        if q is None:
+            q = given["qkv"].unbind(-3)[0]
+        *tokens, nheads, head_dim = q.shape
+        if result == "softmax_lse":
+            return q.new_empty((*tokens[:-1], nheads, tokens[-1]), dtype=torch.float32)
+        shape = (*tokens, nheads, head_dim if keys is None else keys.shape[-1])
+        return q.new_empty(shape, dtype=torch.bfloat16 if result == "residual" else q.dtype)
+    if "dk_sums" in given:
+        return given["k"].new_empty(given["dk_sums"].shape)
+    if result == "dq" and q is None:
+        return given["qkv"].new_empty(0)
+    dtype = torch.float32 if result.endswith("_sums") else None
+    like = given["learnable_sink" if result == "dsink" else result[1:].removesuffix("_sums")]
+    return like.new_empty(like.shape, dtype=dtype)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..schemas import BACKWARD, FORWARD, argument_names
+from ..schemas import BACKWARD, FORWARD, argument_names, result_names
 
 _OPS: Any = torch.ops.flash_attn_deterministic
 _SHARED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "rng_state")
@@ -25,8 +25,7 @@ def register() -> None:
 
 
 def _strategy(name: str) -> Any:
-    names = argument_names(name)
-    outputs = [result.name for result in getattr(_OPS, name).default._schema.returns]
+    names, outputs = argument_names(name), result_names(name)
 
     def strategy(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         given = dict(zip(names, arguments, strict=False))

@@ -40,39 +40,29 @@ def _rule(name: str) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
         size = info.batch_size
         given = dict(zip(names, arguments, strict=False))
-        dims = dict(zip(names, in_dims, strict=False))
         if given["dropout_p"] > 0:
             raise UnsupportedError(
                 f"torch.func.vmap: expected dropout_p 0.0, got {given['dropout_p']}: the mask of a "
                 "sequence depends on its index in the batch"
             )
-        lead = given["dout"] if "dout" in given else given["qkv" if given["q"] is None else "q"]
-        lead_dim = dims["dout"] if "dout" in dims else dims["qkv" if given["q"] is None else "q"]
-        batch = lead.shape[0] if lead_dim is None else lead.movedim(lead_dim, 0).shape[1]
-
-        def flat(argument: str, tensor: torch.Tensor) -> torch.Tensor:
-            dim = dims[argument]
-            if argument == "learnable_sink":
-                if dim is not None:
-                    raise UnsupportedError(
-                        "learnable_sink: expected one tensor for all elements of torch.func.vmap, "
-                        "got one for each; call it once for each element"
-                    )
-                return tensor
-            by_element = (
-                tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        if dict(zip(names, in_dims, strict=False)).get("learnable_sink") is not None:
+            raise UnsupportedError(
+                "learnable_sink: expected one tensor for all elements of torch.func.vmap, got one "
+                "for each; call it once for each element"
             )
-            if argument == "alibi_slopes":
-                if by_element.dim() == 2:  # the same for all sequences of an element
-                    by_element = by_element[:, None]
-                by_element = by_element.expand(size, batch, by_element.shape[-1])
-            return by_element.flatten(0, 1)
-
-        made = [
-            flat(argument, value) if isinstance(value, torch.Tensor) else value
-            for argument, value in given.items()
-        ]
-        results = getattr(torch.ops.flash_attn_deterministic, name)(*made)
+        by_element = {
+            argument: x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for (argument, x), dim in zip(given.items(), in_dims, strict=False)
+            if isinstance(x, torch.Tensor) and argument != "learnable_sink"
+        }
+        batch = by_element["qkv" if given["q"] is None else "q"].shape[1]
+        slopes = by_element.get("alibi_slopes")
+        if slopes is not None:
+            if slopes.dim() == 2:  # the same for all sequences of an element
+                slopes = slopes[:, None]
+            by_element["alibi_slopes"] = slopes.expand(size, batch, slopes.shape[-1])
+        given |= {argument: x.flatten(0, 1) for argument, x in by_element.items()}
+        results = getattr(torch.ops.flash_attn_deterministic, name)(*given.values())
         shared = [result.numel() == 0 and result.dim() == 1 for result in results]  # an absent dq
         split = [
             result if one else result.unflatten(0, (size, batch))

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 import torch
 
 from .. import tree
+from ..types import Gradients
 from . import ieee
 from .batch import Batch, Tile
 from .formats import round_to
 from .state import INF
 from .walk import Walk, add_products, copy, fold
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Of dk and dv, or sums of them.
 KeyGradients = tuple[torch.Tensor, torch.Tensor]
 

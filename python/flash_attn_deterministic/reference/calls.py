@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..types import Outputs
-from .backward import Gradients, KeyGradients, attend_backward, finish
+from ..types import Gradients, Outputs
+from .backward import KeyGradients, attend_backward, finish
 from .batch import Batch, batches
 from .formats import DEFAULT_FORMATS
 from .forward import attend
-from .storage import Slots, rotated
+from .storage import places, rotated
 from .walk import Options, Walk
 
 if TYPE_CHECKING:
@@ -93,14 +93,13 @@ def varlen_attention(
     rows, spans = _spans(cu_seqlens_q), _spans(cu_seqlens_k)
     skipped = [0] * len(rows) if leftpad_k is None else leftpad_k.tolist()
     ends = [span.stop - span.start for span in spans] if seqused_k is None else seqused_k.tolist()
-    slots = None if block_table is None else Slots(k.shape[1], block_table=block_table)
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if slots is None:
+        if block_table is None:
             first = spans[sequence].start
             tokens = slice(first + skipped[sequence], first + ends[sequence])
             return k[tokens], v[tokens]
-        index = slots(sequence, 0, ends[sequence])
+        index = places(block_table[sequence], 0, ends[sequence], k.shape[1])
         return k[index], v[index]
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -144,13 +143,15 @@ def kvcache_attention(
     """
     walk = Walk.of(q, **options)
     batch_size, seqlen_q = q.shape[:2]
-    cache_rows = range(batch_size) if cache_batch_idx is None else cache_batch_idx.tolist()
-    slots = Slots(k_cache.shape[1], cache_rows, block_table)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    homes: Any = range(batch_size) if cache_batch_idx is None else cache_batch_idx.tolist()
+    if block_table is not None:
+        homes = block_table
     skipped = [0] * batch_size if cache_leftpad is None else cache_leftpad.tolist()
     if isinstance(cache_seqlens, torch.Tensor):
         used = cache_seqlens.tolist()
     else:
-        used = [slots.capacity if cache_seqlens is None else cache_seqlens] * batch_size
+        used = [capacity if cache_seqlens is None else cache_seqlens] * batch_size
     ends = [end + (0 if k is None else k.shape[1]) for end in used]
 
     def turned(x: torch.Tensor, sequence: int, advance: bool) -> torch.Tensor:
@@ -163,11 +164,11 @@ def kvcache_attention(
         # As the kernels do, this writes to a cache made in inference mode.
         with torch.inference_mode():
             for b in range(batch_size):
-                index = slots(b, used[b], ends[b])
+                index = places(homes[b], used[b], ends[b], k_cache.shape[1])
                 k_cache[index], v_cache[index] = turned(k, b, True), v[b]
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index = slots(sequence, skipped[sequence], ends[sequence])
+        index = places(homes[sequence], skipped[sequence], ends[sequence], k_cache.shape[1])
         return k_cache[index], v_cache[index]
 
     def rows(sequence: int) -> tuple[torch.Tensor]:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
 
-@dataclass(frozen=True)
-class Slots:
-    """The places of a sequence's tokens in buffers of shape (rows, tokens, nheads_k, head_dim).
+def places(
+    home: int | torch.Tensor, begin: int, end: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns row and place of a sequence's tokens [begin, end), as indices into a buffer.
 
-    A sequence has one row of them, or with a block table (batch, pages) several, in order.
+    Args:
+        home: its row in a buffer (rows, tokens, nheads_k, head_dim), or its pages, in order.
+        begin: the first token.
+        end: the token after the last.
+        page_size: tokens of a page.
     """
-
-    tokens: int
-    rows: Sequence[int] = ()
-    block_table: torch.Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
-        return self.tokens * (1 if self.block_table is None else self.block_table.shape[1])
-
-    def __call__(self, sequence: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns row and place of the tokens [begin, end), as indices into the buffer."""
-        token = torch.arange(begin, end, device="cpu")
-        if self.block_table is None:
-            return torch.full_like(token, self.rows[sequence]), token
-        page = torch.div(token, self.tokens, rounding_mode="floor")
-        return self.block_table[sequence].long().cpu()[page], token % self.tokens
+    token = torch.arange(begin, end, device="cpu")
+    if isinstance(home, int):
+        return torch.full_like(token, home), token
+    return home.long().cpu()[token // page_size], token % page_size
 
 
 def rotated(

@@ -184,7 +184,7 @@ def test_attention_of_a_model_with_sinks_has_the_same_bits_in_batch_chunks_and_t
     """Each layer's attention, of the same q, k and v: those of the whole prefill."""
     model, ids = make_model("GptOss"), tokens(2, 40)
     calls: list[Any] = []
-    original = integration._attention
+    original = integration._FUNCTIONS[0]
 
     def watched(q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
         out = original(q, k, v, *arguments, **options)
