@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .errors import ArgumentError, LabError, UnavailableError
 
@@ -50,6 +52,41 @@ def check_device(device: str) -> None:
             "--device: expected a CUDA device for cuda, got a machine without one; --device cpu "
             "runs here"
         )
+
+
+_PATHS = {
+    "fa3": "fa3.so, FlashAttention-3's library",
+    "fa4": "the package flash-attn-4 and what it needs",
+    "baseline": "libfa2_baseline.so, FlashAttention-2's kernels",
+}
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """Adds --fa3, --fa4 and --baseline."""
+    for name, words in _PATHS.items():
+        words = f"folder or file of {words}"
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=words)
+
+
+def use_paths(arguments: argparse.Namespace) -> None:
+    """Puts them where their attentions are looked for, also by processes that are started."""
+    from .attentions import fa3, others
+
+    for name in _PATHS:
+        path: Path | None = getattr(arguments, name)
+        if path is None:
+            continue
+        if not path.exists():
+            raise ArgumentError(f"--{name}: expected a file or folder, got {path}")
+        path = path.resolve()
+        if name == "fa4":
+            sys.path[:0] = [str(path), str(path / "nvidia_cutlass_dsl" / "dsl_packages")]
+            # The package reads them when it is imported.
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(path / "cache"))
+            continue
+        variable = fa3.VARIABLE if name == "fa3" else others.BASELINE
+        os.environ[variable] = str(path / "fa3.so" if name == "fa3" and path.is_dir() else path)
 
 
 if __name__ == "__main__":

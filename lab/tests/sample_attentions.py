@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -76,3 +77,10 @@ def has_a_cause(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bo
     raise RuntimeError("observed exception") from NotImplementedError(
         "no backward in /opt/lib/python3.11/peer/_C.so. Aborting"
     )
+
+
+def ends_the_process(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Does what a fault in compiled code does."""
+    os._exit(1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -14,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic_lab.attentions import ATTENTIONS, find_attention
-from flash_attn_deterministic_lab.bench import cases, cli
+from flash_attn_deterministic_lab.bench import ahead, cases
 from flash_attn_deterministic_lab.bench import measure as measuring
 from flash_attn_deterministic_lab.bench.compare import compare
 from flash_attn_deterministic_lab.bench.measure import measure, summarise
 from flash_attn_deterministic_lab.bench.problem import Problem, Shape
-from flash_attn_deterministic_lab.cli import main
+from flash_attn_deterministic_lab.cli import main, use_paths
 
 SHAPES = [
     Shape("forward", 1, 64, 2, 1, 32, causal=True),
@@ -186,6 +188,20 @@ def test_an_interrupted_run_keeps_what_it_measured(
     assert "incomplete" in "".join(ET.fromstring((tmp_path / "cpu.svg").read_text()).itertext())
 
 
+def test_processes_call_each_once_and_time_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--attentions", "sdpa-math", "sample_attentions:has_a_cause"]
+    assert bench(tmp_path / "out", *arguments, "--ahead", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [case.shape.name for case in cases._CPU]
+    for line in lines:
+        assert re.search(r": sdpa-math: [\d.]+ s, \S+: observed exception", line)
+    assert not (tmp_path / "out").exists()
+    # Without time nothing is called.
+    assert ahead._call(SHAPES[0], "cpu", ["sdpa-math"], 0.0) == {"sdpa-math": "no time left"}
+
+
 def test_time_leaves_shapes_out(tmp_path: Path) -> None:
     assert bench(tmp_path, "--attentions", "sdpa", "--seconds", "0") == 0
     record = read(tmp_path)
@@ -230,8 +246,7 @@ def test_folders_of_the_command_line_are_where_libraries_are_found(
     for name in ("FA3_LIBRARY", "FA2_BASELINE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "path", sys.path[:])
-    for name in ("fa3", "fa4", "baseline"):
-        cli._find(name, tmp_path)
+    use_paths(argparse.Namespace(**dict.fromkeys(("fa3", "fa4", "baseline"), tmp_path)))
     assert os.environ["FA3_LIBRARY"] == str(tmp_path / "fa3.so")
     assert os.environ["FA2_BASELINE"] == str(tmp_path)
     assert sys.path[0] == str(tmp_path)

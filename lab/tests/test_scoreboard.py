@@ -95,6 +95,26 @@ def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> N
     assert found[row.id]["counter_example"]
 
 
+def test_processes_find_what_one_finds() -> None:
+    names = ("ours", "sample_attentions:split_by_batch", "sample_attentions:raises_for_one_query")
+    attentions = [find_attention(name) for name in names]
+    one, two = (
+        {(name, row): result for name, row, result in trial.try_all(attentions, SMALL, 600, jobs)}
+        for jobs in (1, 2)
+    )
+    assert one == two
+    assert len(one) == len(names) * len(rows.ROWS)
+
+
+def test_a_call_that_ends_its_process_leaves_rows_that_did_not_run() -> None:
+    attentions = [find_attention(name) for name in ("ours", "sample_attentions:ends_the_process")]
+    found = list(trial.try_all(attentions, SMALL, 600, 2))
+    assert len(found) == 2 * len(rows.ROWS)
+    broken = [result for name, _, result in found if name != "ours"]
+    assert {result["status"] for result in broken} == {"not-run"}
+    assert broken[0]["reason"].startswith("BrokenProcessPool: ")
+
+
 def test_cases_of_bug_reports() -> None:
     sources = {row.source for row in rows.ROWS if row.source}
     assert sources == {"vllm #51902", "vllm #54506", "flashinfer #2424", "cudnn-frontend #398"}

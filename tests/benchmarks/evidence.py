@@ -3,12 +3,11 @@
     python -m tests.benchmarks.evidence run --wheel dist/*.whl --out evidence --baseline LIBRARY
     python -m tests.benchmarks.evidence install evidence
 
-`--seconds 550` on two GPUs takes, by the limits of the steps: verification, servers' calls and
-decode on one; tests, examples, planted faults and conformance on the other; then ranks.
-`run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests run
-on the other, and then what needs both. A step that fails or takes too long is recorded as such, its
-processes are killed, and the next one runs. `install` refuses results of other kernels than the
-source tree holds, copies the rest, and fills the tables.
+Two runs of `--seconds 570` on two GPUs and 32 cores, the second with --rest, take all of it.
+`run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests and
+the studies of deviation run on the other, and then what needs both. A step that fails or takes too
+long is recorded as such, its processes are killed, and the next one runs. `install` refuses results
+of other kernels than the source tree holds, copies the rest, and fills the tables.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,9 @@ class Step:
     """One command."""
 
     name: str  # of its log
-    lane: str  # "times" (alone on its GPU), "tests" (equality, not time) or "together" (all GPUs)
+    # "times" (alone on its GPU), "tests" and "studies" (side by side on the other: equality, not
+    # time) or "together" (all GPUs)
+    lane: str
     limit: int  # seconds after which it is killed
     # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and {baseline}
     # stand for options of the command line; without one, the word and the option before it are left
@@ -55,13 +56,34 @@ class Step:
     results: tuple[str, ...] = ()  # what of {out} belongs into docs/results
 
 
+_OURS = "-m flash_attn_deterministic"
+
+
 def _bench(study: str, limit: int, more: str) -> Step:
-    words = f"-m flash_attn_deterministic bench --study {study} --wheel {{wheel}} --out {{out}} "
+    words = f"{_OURS} bench --study {study} --wheel {{wheel}} --out {{out}} "
     words += f"--fa3 {{fa3}} --fa4 {{fa4}} --baseline {{baseline}} --seconds {limit - 20} {more}"
     return Step(study, "times", limit, words, (f"{study}.json",))
 
 
-_OURS = "-m flash_attn_deterministic"
+def _ahead(study: str, limit: int, attention: str) -> Step:
+    """FlashAttention-4 compiles a kernel at its first call of a shape, on one core: ahead, and on
+    several, so that the study's time is for timing."""
+    words = f"{_OURS} bench --study {study} --attentions {attention} --fa4 {{fa4}} --ahead 12 "
+    return Step(f"{study}-ahead", "studies", limit, words + f"--seconds {limit - 50}")
+
+
+def _deviation(name: str, limit: int, command: str, results: tuple[str, ...] = ()) -> Step:
+    words = f"{_OURS} deviation {command} --out {{out}}/study/{name}"
+    return Step(f"deviation-{name}", "studies", limit, words, results)
+
+
+def _training(name: str, limit: int, workload: str, more: str) -> Step:
+    """Those that a claim can't do without come first: a run that has too little time ends there."""
+    runs = "nudge-1,nudge-2,nudge-3,ours,sdpa-flash,ours-atomics,sdpa-cudnn,repeat,init,data,fp16,"
+    words = f"training --workload {workload} --device cuda --jobs 8 --seconds {limit - 30} {more} "
+    return _deviation(name, limit, words + f"--runs {runs}fp16-ours,fp16-sdpa-flash")
+
+
 _PYTEST = "-m pytest -q -p no:cacheprovider -p no:benchmark tests/gpu"
 # In the order of what matters: a run with little time leaves out the last of each lane.
 STEPS = (
@@ -73,9 +95,9 @@ STEPS = (
     _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
          ("host.json",)),
-    Step("scoreboard", "times", 300, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 15 "
-         "--attention sdpa-flash,sdpa-cudnn,fa3,fa3-one-split-served --out {out}",
-         ("scoreboard.json", "scoreboard.svg")),
+    Step("scoreboard", "times", 150, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 20 --jobs 12 "
+         "--attention sdpa-flash,sdpa-cudnn,flex,fa3,fa3-one-split,fa3-one-split-served,fa4 "
+         "--fa3 {fa3} --fa4 {fa4} --out {out}", ("scoreboard.json", "scoreboard.svg")),
     Step("tests", "tests", 240, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("policy-gradient", "tests", 75,
          "examples/policy_gradient.py --json {out}/policy-gradient.json",
@@ -86,8 +108,32 @@ STEPS = (
     Step("conformance", "tests", 70,
          "-m tests.conformance --seconds 45 --seed 1 --json {out}/conformance.json",
          ("conformance.json",)),
-    Step("sanitizers", "tests", 420, "-m tests.gpu.sanitizers --limit 100 --out {out}/sanitizers"),
+    Step("sanitizers-memory", "tests", 250, "-m tests.gpu.sanitizers --tools memcheck initcheck "
+         "--limit 120 --out {out}/sanitizers-memory"),
+    Step("sanitizers-order", "tests", 250, "-m tests.gpu.sanitizers --tools racecheck synccheck "
+         "--limit 120 --out {out}/sanitizers-order"),
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
+    _ahead("peers-backward", 150, "fa4-deterministic"),
+    _ahead("peers-forward", 110, "fa4"),
+    # Fills the caches of those that compile; what it finds is thrown away.
+    Step("scoreboard-ahead", "studies", 150, f"{_OURS} scoreboard --attention flex,fa4 --jobs 12 "
+         "--seconds 60 --fa4 {fa4} --out {out}/ahead"),
+    _training("training", 180, "drawings-small", "--seeds 0-15"),
+    _training("language", 180, "language-small", "--seeds 0-15 --steps 200"),
+    _deviation("kernels", 200, "kernels"),
+    _deviation("sinks", 60, "gradients --model sinks-small --count 128 --device cuda --no-plots "
+               "--attention ours,ours+residual,sdpa-flash,sdpa-cudnn,explicit,torch-lines,"
+               "torch-lines-shifted"),
+    _deviation("model", 70, "training --workload language-100m --base ours --runs base --seeds 0 "
+               "--steps 200 --device cuda"),
+    _deviation("gradients", 260, "gradients --model language-100m --count 128 --device cuda "
+               "--checkpoint {out}/study/model/base.pt --seconds 150 --no-plots --attention "
+               "ours,ours-atomics,ours+residual,sdpa-flash,sdpa-cudnn,explicit"),
+    # On one core; beside the others, as it needs no GPU.
+    replace(_deviation("forward", 420, "forward"), lane="processor"),
+    # Of the studies that are there by then; `report` makes it again, anywhere.
+    Step("deviation", "studies", 90, f"{_OURS} deviation report --out {{out}}/study",
+         ("study/deviation.json",)),
     Step("ranks", "together", 140, "-m torch.distributed.run --standalone --nproc-per-node 2 "
          "-m tests.benchmarks.ranks --wheel {wheel} --out {out}/ranks.json", ("ranks.json",)),
     # "tests" has ranks that are threads. The others start processes, and mostly wait.
@@ -205,8 +251,11 @@ def run_all(
                 print(f"{step.name}: status {outcome['status']}, {outcome['seconds']:.0f} s: "
                       f"{outcome['last']}", flush=True)  # fmt: skip
 
-    one_gpu: list[dict[str, int | None]] = [{"times": None}, {"tests": None}]
-    several: list[dict[str, int | None]] = [{"times": 1, "tests": 0}, {"together": None}]
+    beside: dict[str, int | None] = {"tests": None, "studies": None, "processor": None}
+    one_gpu: list[dict[str, int | None]] = [{"times": None}, beside]
+    several: list[dict[str, int | None]] = [
+        {"times": 1, **dict.fromkeys(beside, 0)}, {"together": None}
+    ]  # fmt: skip
     # Lanes are threads of their own: Ctrl-C interrupts this thread, which then stops them.
     with ThreadPoolExecutor() as pool:
         try:
@@ -237,7 +286,7 @@ def install(out: Path, results: Path, sources: Mapping[str, str]) -> list[str]:
         if differing:
             raise ValueError(f"{name}: of other kernels, or of none: {', '.join(differing)} differ")
     for name in [*names, RECORD]:
-        shutil.copy(out / name, results / name)
+        shutil.copy(out / name, results / Path(name).name)
     return names
 
 
@@ -279,7 +328,9 @@ def _run(options: argparse.Namespace) -> int:
         if any(earlier.get(name) != record[name] for name in ("sources", "wheel", "hardware")):
             raise ValueError(f"--out: {options.out} holds results of another wheel or machine")
         record["steps"] = earlier["steps"]
+    done = {one["name"] for one in record["steps"] if one["status"] == 0 and options.rest}
     steps = [step for step in STEPS if step.name in (options.only or (step.name,))]
+    steps = [step for step in steps if step.name not in done]
     run_all(steps, paths, gpus, record, options.seconds)
     return int(any(one["status"] != 0 for one in record["steps"]))
 
@@ -318,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--out", type=Path, required=True, help="folder for everything")
     for name in ("fa3", "fa4", "baseline"):
         run.add_argument(f"--{name}", type=Path, help="as of `bench`")
+    run.add_argument("--rest", action="store_true", help="only what --out lacks, or what failed")
     run.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
     words = "no step starts that may end later; a second run with --only takes those left out"
     run.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help=words)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from ..cli import STATUSES, check_device, ended
+from ..cli import STATUSES, add_paths, check_device, ended, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
 KINDS = ("forward", "decode", "backward", "step")
@@ -53,14 +51,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, metavar="S", help="no shape starts later"
     )
-    paths = {
-        "fa3": "fa3.so, FlashAttention-3's library",
-        "fa4": "the package flash-attn-4 and what it needs",
-        "baseline": "libfa2_baseline.so, FlashAttention-2's kernels",
-    }
-    for name, words in paths.items():
-        words = f"folder or file of {words}"
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=words)
+    parser.add_argument(
+        "--ahead", type=int, default=0, metavar="N",
+        help="time nothing: N processes call the others once, which fills caches of compilers",
+    )  # fmt: skip
+    add_paths(parser)
     parser.set_defaults(run=functools.partial(ended, _bench))
 
 
@@ -79,10 +74,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     if name not in STUDIES:
         raise ArgumentError(f"--study: expected one of {', '.join(STUDIES)}, got {name!r}")
     study = STUDIES[name]
-    for path in ("fa3", "fa4", "baseline"):
-        _find(path, getattr(arguments, path))
+    use_paths(arguments)
     attentions, floor = _attentions(arguments, study)
     check_device(arguments.device)
+    chosen = [
+        case for case in study.cases
+        if case.shape.kind in arguments.kinds
+        and any(words in case.shape.name or words == case.group for words in arguments.only)
+    ]  # fmt: skip
+    if arguments.ahead:
+        from .ahead import call_each
+
+        # Ours comes first, and is compiled.
+        names = [one.name for one in attentions[1:] or attentions]
+        shapes = [case.shape for case in chosen]
+        return call_each(shapes, arguments.device, names, arguments.ahead, arguments.seconds)
 
     from ..shared.provenance import provenance
     from .measure import measure, summarise
@@ -103,12 +109,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     end, status = time.monotonic() + arguments.seconds, 0
     write(arguments.out, record)
     try:
-        for case in study.cases:
+        for case in chosen:
             shape, group = case.shape, case.group
-            if shape.kind not in arguments.kinds or not any(
-                words in shape.name or words == group for words in arguments.only
-            ):
-                continue
             if time.monotonic() > end:
                 record["left_out"].append(shape.name)
                 continue
@@ -127,26 +129,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(text(record))
     first = attentions[0].name
     return status or int(any(first in case["failed"] for case in record["cases"]))
-
-
-def _find(name: str, path: Path | None) -> None:
-    """Puts a path of the command line where its attention is looked for."""
-    from ..attentions import fa3, others
-    from ..errors import ArgumentError
-
-    if path is None:
-        return
-    if not path.exists():
-        raise ArgumentError(f"--{name}: expected a file or folder, got {path}")
-    path = path.resolve()
-    if name == "fa4":
-        sys.path[:0] = [str(path), str(path / "nvidia_cutlass_dsl" / "dsl_packages")]
-        # The package reads them when it is imported.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(path / "cache"))
-        return
-    variable = fa3.VARIABLE if name == "fa3" else others.BASELINE
-    os.environ[variable] = str(path / "fa3.so" if name == "fa3" and path.is_dir() else path)
 
 
 def _attentions(arguments: argparse.Namespace, study: Any) -> tuple[list[Any], bool]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..cli import STATUSES, check_device, ended
+from ..cli import STATUSES, add_paths, check_device, ended, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
 BROKEN_PROMISE = 3  # the exit status where ours breaks a row
@@ -35,6 +35,11 @@ def add_command(commands: Any) -> None:
         "--seconds", type=float, default=20.0, metavar="S",
         help="no further case of a row starts after S seconds (default: 20)",
     )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N",
+        help="processes that try rows side by side; times are taken alone (default: 1)",
+    )  # fmt: skip
+    add_paths(parser)
     parser.set_defaults(run=functools.partial(ended, _scoreboard))
 
 
@@ -48,6 +53,9 @@ def _scoreboard(arguments: argparse.Namespace) -> int:
 
     if not arguments.seconds >= 0:
         raise ArgumentError(f"--seconds: expected 0 or more, got {arguments.seconds}")
+    if arguments.jobs < 1:
+        raise ArgumentError(f"--jobs: expected at least 1, got {arguments.jobs}")
+    use_paths(arguments)
     device = arguments.device
     names = dict.fromkeys(part.strip() for part in arguments.attention.split(","))
     wanted = [OURS, *(one for name in names for one in settings_of(find_attention(name)))]
@@ -102,16 +110,12 @@ def _fill(
     from ..attentions.served import SUFFIX
     from ..bench.measure import measure
     from ..bench.problem import Shape
-    from .trial import try_rows
+    from .trial import try_all
 
-    for attention, one in zip(attentions, record["attentions"], strict=True):
-
-        def show(row: str, one: dict[str, Any] = one) -> None:
-            print(f"{one['title']}: {row}", file=sys.stderr)
-
-        for row, result in try_rows(attention, attentions[0], sizes, arguments.seconds, show):
-            one["rows"][row] = result
-            _write(arguments.out, record)
+    board = {one["name"]: one for one in record["attentions"]}
+    for name, row, result in try_all(attentions, sizes, arguments.seconds, arguments.jobs):
+        board[name]["rows"][row] = result
+        _write(arguments.out, record)
     # The CPU runs the reference, whose times mean nothing. "-served" copies keys into pages first.
     timed = [one for one in attentions if not one.name.endswith(SUFFIX)]
     for shape in (Shape("forward", 4, 4096, 32, 8, 128, True), Shape("decode", 8, 4096, 32, 8, 128),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import itertools
+import multiprocessing
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..attentions import find_attention
 from ..attentions.attention import GRADIENTS, Attention
 from ..attentions.named import first_line
 from ..bench.compare import compare
 from ..shared.bits import difference
+from ..shared.commands import variable
 from .rows import ROWS, Attend, Heads, Row, Sizes
 
 KEPT, BROKEN = "kept", "broken"
@@ -25,8 +32,9 @@ def try_rows(
     sizes: Sizes,
     seconds: float,
     on_row: Callable[[str], None],
+    rows: Sequence[Row] = ROWS,
 ) -> Iterator[tuple[str, Result]]:
-    """Runs every row.
+    """Runs rows.
 
     Args:
         attention: the attention under test.
@@ -34,6 +42,7 @@ def try_rows(
         sizes: of the problems.
         seconds: after which no further case of a row starts; its first one always does.
         on_row: called with the id of each row that starts.
+        rows: which; every one unless given.
 
     Yields:
         The id of a row, and its result: `status`, `cases` and `equal` (how many were tried, and how
@@ -41,12 +50,61 @@ def try_rows(
     """
     with attention.inside():
         problem = _other_function(attention, expected, sizes)
-        for row in ROWS:
+        for row in rows:
             on_row(row.id)
             if problem:
                 yield row.id, _result(RAISED, reason=problem)
             else:
                 yield row.id, _try(row, attention, sizes, time.monotonic() + seconds)
+
+
+def try_all(
+    attentions: Sequence[Attention], sizes: Sizes, seconds: float, jobs: int
+) -> Iterator[tuple[str, str, Result]]:
+    """Runs every row of several attentions; the first computes what is expected.
+
+    With several jobs, so many processes run a row of an attention each: equality needs no GPU of
+    its own, and what compiles a kernel for each shape compiles several at once.
+
+    Yields:
+        Name, id of the row, and its result, see `try_rows`.
+    """
+    first = attentions[0]
+    if jobs == 1:
+        for one in attentions:
+            show = functools.partial(_show, one.title)
+            for row_id, result in try_rows(one, first, sizes, seconds, show):
+                yield one.name, row_id, result
+        return
+    context = multiprocessing.get_context("spawn")
+    # torch would compile each kernel with as many processes as there are cores.
+    with variable("TORCHINDUCTOR_COMPILE_THREADS", "1"):
+        pool = concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
+        try:
+            waiting = {
+                pool.submit(_one_row, one.name, first.name, sizes, seconds, row): (one, row)
+                for one, row in itertools.product(attentions, range(len(ROWS)))
+            }
+            for done in concurrent.futures.as_completed(waiting):
+                one, row = waiting[done]
+                try:
+                    result = done.result()
+                except concurrent.futures.BrokenExecutor as error:  # a call killed its process
+                    result = _result(NOT_RUN, reason=reason_of(error))
+                _show(one.title, ROWS[row].id)
+                yield one.name, ROWS[row].id, result
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _show(title: str, row_id: str) -> None:
+    print(f"{title}: {row_id}", file=sys.stderr)
+
+
+def _one_row(name: str, expected: str, sizes: Sizes, seconds: float, row: int) -> Result:
+    attention, rows = find_attention(name), [ROWS[row]]
+    found = try_rows(attention, find_attention(expected), sizes, seconds, lambda _: None, rows)
+    return next(result for _, result in found)
 
 
 def not_run() -> dict[str, Result]:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ...attentions.named import first_line_or_kind
 from ...errors import ArgumentError
@@ -219,7 +218,9 @@ def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[
     A resample is how often it draws each batch, which makes every sum a product of matrices.
     """
     count = len(exact)
-    drawn = functional.one_hot(resamples(count), count).sum(1).double()
+    places = resamples(count)
+    ones = torch.ones_like(places, dtype=torch.float64)
+    drawn = torch.zeros(len(places), count, dtype=torch.float64).scatter_add(1, places, ones)
     # One batch drawn every time has no spread, and no pair.
     drawn[drawn.amax(1) == count] = torch.nan
     own, twice = errors.diagonal(dim1=-2, dim2=-1), drawn.square()

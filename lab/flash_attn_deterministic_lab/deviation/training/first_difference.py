@@ -155,7 +155,7 @@ def _traced(setup: Setup) -> list[_Entry]:
 
     handle = register_optimizer_step_post_hook(count)
     try:
-        with repeatable(setup.device, fill=True), one_thread(setup.device), trace:
+        with repeatable(setup.device, fill=True), one_thread(), trace:
             train(setup, Run("base", against=""), 0, None, False)
     finally:
         handle.remove()

@@ -196,7 +196,7 @@ class _Seed:
         device, todo, slowest = self.plan.setup.device, self.todo, 0.0
         needed = {run_of(name).against for name in todo}
         kept: dict[str, States] = {}
-        with repeatable(device) as warned, one_thread(device):
+        with repeatable(device) as warned, one_thread():
             for run in self.plan.ordered():
                 keep, new = run.name in needed, run.name in todo
                 other = not run.against or run.against in self.histories
