@@ -45,8 +45,8 @@ class Step:
     """One command."""
 
     name: str  # of its log
-    # "times" (alone on its GPU), "tests" and "studies" (side by side on the other: equality, not
-    # time) or "together" (all GPUs)
+    # "times" (alone on its GPU), "tests", "studies" and "numbers" (side by side on the other:
+    # equality, not time) or "together" (all GPUs)
     lane: str
     limit: int  # seconds after which it is killed
     # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and {baseline}
@@ -120,7 +120,6 @@ STEPS = (
          "--seconds 60 --fa4 {fa4} --out {out}/ahead"),
     _training("training", 180, "drawings-small", "--seeds 0-15"),
     _training("language", 180, "language-small", "--seeds 0-15 --steps 200"),
-    _deviation("kernels", 200, "kernels"),
     _deviation("sinks", 60, "gradients --model sinks-small --count 128 --device cuda --no-plots "
                "--attention ours,ours+residual,sdpa-flash,sdpa-cudnn,explicit,torch-lines,"
                "torch-lines-shifted"),
@@ -129,8 +128,9 @@ STEPS = (
     _deviation("gradients", 260, "gradients --model language-100m --count 128 --device cuda "
                "--checkpoint {out}/study/model/base.pt --seconds 150 --no-plots --attention "
                "ours,ours-atomics,ours+residual,sdpa-flash,sdpa-cudnn,explicit"),
-    # On one core; beside the others, as it needs no GPU.
-    replace(_deviation("forward", 420, "forward"), lane="processor"),
+    # A core for each, and little of the GPU: beside the other studies.
+    replace(_deviation("kernels", 200, "kernels"), lane="numbers"),
+    replace(_deviation("forward", 420, "forward"), lane="numbers"),
     # Of the studies that are there by then; `report` makes it again, anywhere.
     Step("deviation", "studies", 90, f"{_OURS} deviation report --out {{out}}/study",
          ("study/deviation.json",)),
@@ -251,7 +251,7 @@ def run_all(
                 print(f"{step.name}: status {outcome['status']}, {outcome['seconds']:.0f} s: "
                       f"{outcome['last']}", flush=True)  # fmt: skip
 
-    beside: dict[str, int | None] = {"tests": None, "studies": None, "processor": None}
+    beside: dict[str, int | None] = {"tests": None, "studies": None, "numbers": None}
     one_gpu: list[dict[str, int | None]] = [{"times": None}, beside]
     several: list[dict[str, int | None]] = [
         {"times": 1, **dict.fromkeys(beside, 0)}, {"together": None}
