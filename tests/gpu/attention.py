@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,7 @@ import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.build_info import build_info
+from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
 from flash_attn_deterministic.verify.shared.bits import bits as bits
 from flash_attn_deterministic.verify.shared.bits import difference
 
@@ -130,28 +133,27 @@ def assert_same(
         assert found is None, f"{name}: {found.words}"
 
 
-def assert_same_in_a_graph(
-    run: Callable[[], torch.Tensor], expected: torch.Tensor, replays: int
-) -> None:
-    """Asserts that each replay of a captured call writes all of its result, with the same bits."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(replays):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same((captured,), (expected,), ("out",))
+def scratch_of(run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Runs a call twice; returns its results, and the bytes that the second took besides them."""
+    results: tuple[torch.Tensor, ...] = ()
+    taken = 0
+    for _ in range(2):  # the first call loads the kernels
+        results = ()
+        gc.collect()  # what earlier tests left must not be freed in between
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        results = run()
+        torch.cuda.synchronize()
+        taken = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in results)
+    return results, taken
 
 
-def assert_same_on_streams(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    """Asserts that a call has the same bits on four streams that run at the same time."""
-    streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(run())
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same((result,), (expected,), ("out",))
+def assert_contract(row: str, head_dim: int, dtype: str, **sizes: Any) -> None:
+    """Runs a row of `verify`'s contract with one head dim and dtype, and sizes that differ."""
+    skip_unless_built(head_dim, dtype)
+    check = next(check for check in CHECKS if check.id == row)
+    size = dataclasses.replace(size_of("cuda", quick=True), configs=((head_dim, dtype),), **sizes)
+    outcome = run_check(check, size, Attention.installed())
+    assert outcome.counter_example is None
+    assert outcome.cases

@@ -1,4 +1,4 @@
-"""The backward row of the contract: what the bits of dq, dk and dv must not depend on."""
+"""What the bits of dq, dk and dv must not depend on, besides the rows of `verify`'s contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_attn_deterministic import flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn_deterministic import flash_attn_func
 
 from tests.gpu.attention import BIT_CONFIGS, bits, each_config, pairwise, same_bits
 from tests.gpu.gradients import (
@@ -55,19 +55,6 @@ def picked(gradients: Gradients, index: slice | list[int]) -> Gradients:
     """The gradients of some sequences."""
     dq, dk, dv = gradients
     return dq[index], dk[index], dv[index]
-
-
-@FEATURE
-@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
-def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
-    """Up to far more key blocks than there are places for them on a GPU."""
-    call = draw_call(head_dim, "bf16", feature, batch=201, seqlen_q=260, seqlen_k=270)
-    alone = {place: call.sequences([place])() for place in (0, 1, 100, 200)}
-    for mates in (1, 2, 100, 200):
-        together = call.sequences(slice(0, mates + 1))()
-        for place in (place for place in alone if place <= mates):
-            one = picked(together, slice(place, place + 1))
-            assert_same_gradients(one, alone[place])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -154,36 +141,24 @@ def test_dq_of_gqa_is_that_of_mha_on_repeated_kv(head_dim: int, dtype: str, feat
 
 @DROPOUT
 @CONFIG
-def test_dropout_in_a_smaller_batch(head_dim: int, dtype: str, feature: str) -> None:
-    """A mask follows a sequence's index in the batch, so only the last ones can go."""
-    call = draw_call(head_dim, dtype, feature, batch=4)
+def test_dropout_follows_the_index_of_sequence_and_head(
+    head_dim: int, dtype: str, feature: str
+) -> None:
+    """So only the last ones can go."""
+    call = draw_call(head_dim, dtype, feature, batch=4, nheads=12, nheads_k=4)
     together = call()
-    for size in (1, 3):
-        first = slice(0, size)
-        assert_same_gradients(picked(together, first), call.sequences(first)())
-    other = replace(call, seed=call.seed + 1)()
-    assert not any(map(same_bits, together, other))
-
-
-@DROPOUT
-@CONFIG
-def test_dropout_of_packed_sequences(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, batch=3)
-    dq, dk, dv = call()
-    calls = [call.sequences([index]) for index in range(3)]
-    for index, one in enumerate(run_packed(calls, spare=5)):
-        assert_same_gradients(one, picked((dq, dk, dv), slice(index, index + 1)))
-
-
-@DROPOUT
-@CONFIG
-def test_dropout_of_the_first_heads_alone(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, nheads=12, nheads_k=4)
-    dq, dk, dv = call()
+    dq, dk, dv = together
     for end in (1, 3):
+        first = slice(0, end)
+        assert_same_gradients(call.sequences(first)(), picked(together, first))
         assert_same_gradients(
             call.kv_heads(0, end)(), (dq[:, :, : 3 * end], dk[:, :, :end], dv[:, :, :end])
         )
+    packed = run_packed([call.sequences([index]) for index in range(4)], spare=5)
+    for index, one in enumerate(packed):
+        assert_same_gradients(one, picked(together, [index]))
+    other = replace(call, seed=call.seed + 1)()
+    assert not any(map(same_bits, together, other))
 
 
 def heads_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,16 +199,6 @@ def test_dout_that_is_expanded(head_dim: int, dtype: str) -> None:
     for dout in (one.expand(call.q.shape), rows):
         expected = replace(call, dout=dout.contiguous())()
         assert_same_gradients(replace(call, dout=dout)(), expected)
-
-
-@CONFIG
-def test_packed_qkv(head_dim: int, dtype: str) -> None:
-    call = draw_call(head_dim, dtype, "causal", nheads=3, nheads_k=3)
-    qkv = torch.stack([call.q, call.k, call.v], dim=2).requires_grad_()
-    out = flash_attn_qkvpacked_func(qkv, causal=True)
-    (dqkv,) = torch.autograd.grad(out, qkv, call.dout)
-    dq, dk, dv = dqkv.unbind(2)
-    assert_same_gradients((dq, dk, dv), call())
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])

@@ -5,23 +5,23 @@ tests/gpu/decode/bits.py runs thousands of the same calls, and compares wheels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
+from flash_attn_deterministic import explain, flash_attn_func
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     BIT_CONFIGS,
-    DTYPES,
+    assert_contract,
     assert_same,
-    assert_same_in_a_graph,
-    assert_same_on_streams,
     each_config,
     is_built,
     make_qkv,
 )
-from tests.gpu.decode.bits import unequal_paths
-from tests.gpu.decode.calls import HEAD_DIMS, draw
-from tests.gpu.gradients import int32
+from tests.gpu.decode.bits import HEAD_DIMS, unequal_paths
+from tests.gpu.drawn_calls import draw_call
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +29,13 @@ VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 PATHS = pytest.mark.parametrize("path", ["few_rows", "scores_first"])
 CONFIGS = each_config(BIT_CONFIGS)
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-
 
 @pytest.mark.parametrize("seed", range(150))
 def test_drawn_calls(seed: int) -> None:
     built = tuple(d for d in HEAD_DIMS if is_built(d, "bf16") and is_built(d, "fp16"))
     if not built:
         pytest.skip("this wheel holds no head dim with both dtypes")
-    call = draw(seed, built)
+    call = draw_call(seed, built, few=True)
     assert not unequal_paths(call), call.words
 
 
@@ -73,47 +71,14 @@ def test_the_path_follows_from_what_fills_the_gpu(
 @PATHS
 @pytest.mark.parametrize("group", [1, 4, 7, 16, 32])
 @CONFIGS
-def test_speculation(
-    head_dim: int, dtype: str, group: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speculation(head_dim: int, dtype: str, group: int, path: str) -> None:
     """Several tokens at once have the bits that each has when it is the last one."""
-    monkeypatch.setenv(VARIABLE, f"path={path}")
-    tokens, length = 6, 1500
-    q, k, v = make_qkv((2, tokens, 2 * group, head_dim), length, 2, dtype=DTYPES[dtype])
-
-    def run(q: torch.Tensor, used: int) -> Outputs:
-        out, softmax_lse = flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=int32([used, used]),
-            causal=True,
-            split_size=512,
-            return_softmax_lse=True,
-        )
-        return out, softmax_lse
-
-    out, softmax_lse = run(q, length)
-    for i in range(tokens):
-        one = run(q[:, i : i + 1].contiguous(), length - tokens + 1 + i)
-        assert_same(one, (out[:, i : i + 1], softmax_lse[:, :, i : i + 1]))
-
-
-@pytest.mark.parametrize("seqlen_q", [1, 3])
-@CONFIGS
-def test_replay_and_streams(
-    head_dim: int, dtype: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counters of arrivals are cleared inside each call, and belong to it alone."""
-    monkeypatch.setenv(VARIABLE, "path=scores_first")
-    q, k, v = make_qkv((3, seqlen_q, 8, head_dim), 3000, 2, dtype=DTYPES[dtype])
-
-    def run() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=True, split_size=256)
-
-    expected = run()
-    assert_same_in_a_graph(run, expected, replays=20)
-    assert_same_on_streams(run, expected)
+    sizes: dict[str, Any] = {"features": ("causal",), "splits": (512,), "nheads": 2 * group}
+    # Chunks of 1, 6 and 16 tokens, and of more; steps over a cache.
+    lengths = (1, 64, 70, 500, 516, 522, 1490, 1495, 1500)
+    with device_override(f"path={path}"):
+        for row in ("chunk", "decode"):
+            assert_contract(row, head_dim, dtype, lengths=lengths, seqlen=1500, **sizes)
 
 
 @PATHS
@@ -153,19 +118,3 @@ def test_the_order_of_kernels_around_a_call(
             result.fill_(float("nan"))
         graph.replay()
         assert_same(captured, expected, names)
-
-
-@PATHS
-def test_several_launches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More scratch than one launch may take: a call is cut into launches."""
-    batch, length = 96, 16_384
-    q, k, v = make_qkv((1, 2, 16, 64), length, 4)
-    qs, ks, vs = (t.expand(batch, *t.shape[1:]) for t in (q, k, v))
-    monkeypatch.setenv(VARIABLE, f"path={path}")
-    plan = explain(flash_attn_func, qs, ks, vs, split_size=64)
-    assert plan.path == path.replace("_", "-")
-    assert plan.launches > 1
-    expected = flash_attn_func(q, k, v, split_size=64)
-    out = flash_attn_func(qs, ks, vs, split_size=64)
-    for index in (0, 1, batch // 2, batch - 1):
-        assert_same((out[index : index + 1],), (expected,), ("out",))

@@ -1,7 +1,7 @@
 """Hopper's kernels and those for every GPU give the same bits: one family forced against the other.
 
 FLASH_ATTENTION_FAMILY is read in each call. Lists of forward calls are those of test_parts.py,
-which runs them in both families and both schedules; drawn ones are here.
+which runs them in both families and both schedules, and of `verify`; drawn ones are here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic import (
     explain,
     flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
 )
 from flash_attn_deterministic.tree import CHUNK_ROWS, add_up
 from flash_attn_deterministic.verify.contract.device_override import device_override
@@ -25,8 +22,6 @@ from flash_attn_deterministic.verify.contract.device_override import device_over
 from tests.gpu.attention import (
     DTYPES,
     assert_same,
-    assert_same_in_a_graph,
-    assert_same_on_streams,
     make_qkv,
     pairwise,
     skip_unless_built,
@@ -39,84 +34,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
 PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
-CONFIG = {
-    f"d{d}-{t}": (d, t)
-    for d in (8, 32, 40, 64, 96, 112, 128, 160, 192, 256)
-    for t in ("bf16", "fp16")
-}
-MASK: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (100, 30)},
-    "softcap": {"softcap": 20.0, "causal": True},
-}
-
-Outputs = tuple[torch.Tensor, torch.Tensor]
-
-
-def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Outputs]) -> None:
-    """Hopper's kernels in both of their schedules against the others."""
-    monkeypatch.setenv(VARIABLE, "sm80")
-    expected = run()
-    monkeypatch.setenv(VARIABLE, "sm90")
-    assert_same(run(), expected)
-    with monkeypatch.context() as parts:
-        parts.setenv(*PARTS)
-        assert_same(run(), expected)
-
-
-@pairwise(config=CONFIG, options=MASK, split_size=(0, 256), page_size=(16, 32, 64, 80, 256))
-def test_pages_with_nan_behind_their_ends(
-    config: tuple[int, str],
-    options: dict[str, Any],
-    split_size: int,
-    page_size: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    head_dim, dtype = config
-    skip_unless_built(head_dim, dtype)
-    used, pages = [1000, 63, 0, 257], -(-1000 // page_size)
-    q, _, _ = make_qkv((4, 200, 6, head_dim), dtype=DTYPES[dtype])
-    _, k, v = make_qkv((4 * pages, 1, 6, head_dim), page_size, 2, dtype=DTYPES[dtype], seed=1)
-    table = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(2)).view(4, pages)
-    for sequence, length in enumerate(used):
-        for place, page in enumerate(table[sequence].tolist()):
-            first = max(0, length - place * page_size)
-            k[page, first:] = v[page, first:] = float("nan")
-        table[sequence, -(-length // page_size) :] = 2**30  # pages that do not exist
-    block_table = table.to("cuda", torch.int32)
-    arguments = {"cache_seqlens": int32(used), "block_table": block_table, **options}
-
-    def run() -> Outputs:
-        out, softmax_lse = flash_attn_with_kvcache(
-            q, k, v, split_size=split_size, return_softmax_lse=True, **arguments
-        )
-        assert not out.isnan().any()
-        return out, softmax_lse
-
-    def packed() -> Outputs:
-        starts_q, starts_k = int32([0, 200, 400, 600, 800]), int32([0, 1000, 1063, 1063, 1320])
-        out, softmax_lse, _ = flash_attn_varlen_func(
-            q.flatten(0, 1),
-            k,
-            v,
-            starts_q,
-            starts_k,
-            200,
-            1000,
-            block_table=block_table,
-            split_size=split_size,
-            return_attn_probs=True,
-            **options,
-        )
-        assert not out.isnan().any()
-        return out, softmax_lse
-
-    monkeypatch.setenv(VARIABLE, "sm90")
-    plan = explain(flash_attn_with_kvcache, q, k, v, split_size=split_size, **arguments)
-    assert plan.family == "sm90"
-    assert_families_agree(monkeypatch, run)
-    assert_families_agree(monkeypatch, packed)
 
 
 # Head dims of each kernel, those padded to it included.
@@ -169,29 +86,6 @@ def assert_gradients_agree(
         results[family] = run()
     for left, right in zip(results["sm90"], results["sm80"], strict=True):
         assert_same_gradients(left, right)
-
-
-@pairwise(
-    config=BACKWARD,
-    feature=BACKWARD_FEATURES,
-    seqlens=((40, 1100), (700, 1100), (1100, 1100), (1100, 300)),
-)
-def test_gradients(
-    config: tuple[int, str],
-    feature: str,
-    seqlens: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seqlen_q, seqlen_k = seqlens
-    call = draw_gradient_call(
-        *config, feature, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=6, nheads_k=2
-    )
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(VARIABLE, family)
-        plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
-        assert plan.backward is not None
-        assert plan.backward.family == family
-    assert_gradients_agree(monkeypatch, lambda: [call()])
 
 
 @pytest.mark.parametrize(
@@ -319,57 +213,36 @@ def in_runs(
     return dq, dk[None], dv[None]
 
 
-PATHS = ["path=one_cta", "path=parts", ""]
-
-
 @pairwise(
     config=BACKWARD,
-    feature=("full", "causal", "window"),
+    feature=BACKWARD_FEATURES,
     nheads_k={"groups": 1, "no-groups": 4},
-    seqlen=[CHUNK_ROWS + edge for edge in (-1, 0, 1)],
+    seqlens=(
+        *((40, 1100), (700, 1100), (1100, 1100), (1100, 300)),
+        *((CHUNK_ROWS + edge, 700) for edge in (-1, 0, 1)),
+    ),
 )
-def test_gradients_are_those_of_every_path(
+def test_gradients_are_those_of_every_family_and_path(
     config: tuple[int, str],
     feature: str,
     nheads_k: int,
-    seqlen: int,
+    seqlens: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    seqlen_q, seqlen_k = seqlens
     call = draw_gradient_call(
-        *config, feature, batch=2, nheads_k=nheads_k, seqlen_q=seqlen, seqlen_k=700
+        *config, feature, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
     found = []
-    for family, path in itertools.product(["sm80", "sm90"], PATHS):
+    for family, path in itertools.product(("sm80", "sm90"), ("one_cta", "parts", "")):
         monkeypatch.setenv(VARIABLE, family)
-        with device_override(path) if path else contextlib.nullcontext():
+        plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
+        assert plan.backward is not None
+        assert plan.backward.family == family
+        with device_override(f"path={path}") if path else contextlib.nullcontext():
             found.append(call())
     for one in found[1:]:
         assert_same_gradients(one, found[0])
-
-
-@pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
-def test_a_graph_replays_what_was_captured(
-    split_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skip_unless_built(64, "bf16")
-    monkeypatch.setenv(VARIABLE, "sm90")
-    q, k, v = make_qkv((8, 1100, 16, 64))  # more row blocks than SMs: the counter is used
-
-    def run() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=True, split_size=split_size)
-
-    assert_same_in_a_graph(run, run(), replays=3)
-
-
-def test_streams_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_unless_built(64, "bf16")
-    monkeypatch.setenv(VARIABLE, "sm90")
-    q, k, v = make_qkv((8, 1100, 16, 64))
-
-    def run() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=True)
-
-    assert_same_on_streams(run, run())
 
 
 def test_a_wrong_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

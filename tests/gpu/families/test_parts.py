@@ -20,8 +20,6 @@ from flash_attn_deterministic import (
 from tests.gpu.attention import (
     DTYPES,
     assert_same,
-    assert_same_in_a_graph,
-    assert_same_on_streams,
     each_config,
     make_qkv,
     pairwise,
@@ -195,40 +193,6 @@ def test_however_many_take_parts(
         q, k, v, causal=True, split_size=SPLIT, return_attn_probs=True
     )
     assert_same((out, softmax_lse), expected)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256], ids=lambda d: f"d{d}")
-def test_several_launches(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_unless_built(head_dim, "bf16")
-    batch = 3
-    q, k, v = make_qkv((batch, 400, 8, head_dim), 16_000, 2)
-    monkeypatch.setenv(VARIABLE, SCHEDULES[-1])
-    plan = explain(flash_attn_func, q, k, v, causal=True, split_size=128)
-    assert plan.launches > 4
-    assert 2**24 < plan.scratch_bytes <= 2**26
-    expected = assert_schedules_agree(
-        monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=128
-    )
-    for i in range(batch):
-        alone = tuple(t[i : i + 1] for t in (q, k, v))
-        out, softmax_lse, _ = flash_attn_func(
-            *alone, causal=True, split_size=128, return_attn_probs=True
-        )
-        assert_same((out, softmax_lse), (expected[0][i : i + 1], expected[1][i : i + 1]))
-
-
-def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters are cleared inside each launch, and belong to its call alone."""
-    skip_unless_built(128, "bf16")
-    q, k, v = make_qkv((3, 300, 16, 128), 3000, 4)
-    monkeypatch.setenv(VARIABLE, SCHEDULES[-1])
-
-    def run() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=True, split_size=SPLIT)
-
-    expected = run()
-    assert_same_in_a_graph(run, expected, replays=20)
-    assert_same_on_streams(run, expected)
 
 
 @pytest.mark.parametrize(

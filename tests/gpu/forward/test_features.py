@@ -1,4 +1,4 @@
-"""Features beyond the accuracy checks: the cache against the reference, graphs, compilation."""
+"""Calls beyond the accuracy checks: long caches, graphs, compilation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_deterministic.reference import kvcache_attention
 from flash_attn_deterministic.verify import bounds
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -22,10 +21,10 @@ from tests.gpu.attention import (
     DTYPES,
     assert_same,
     make_qkv,
-    pairwise,
     same_bits,
     skip_unless_built,
 )
+from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
 
@@ -78,10 +77,6 @@ def test_leftpad_of_varlen() -> None:
         assert_same((out[None, own], softmax_lse[None, :, own]), expected[:2])
 
 
-def int32(values: Any) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
-
-
 def make_cache(
     head_dim: int, dtype: str, batch: int = 3, capacity: int = 200, new: int = 5
 ) -> tuple[torch.Tensor, ...]:
@@ -96,61 +91,6 @@ def make_rotary(rotary_dim: int, seqlen: int, dtype: str) -> tuple[torch.Tensor,
     frequencies = 10_000.0 ** (-torch.arange(rotary_dim // 2, device="cuda") * 2 / rotary_dim)
     angles = torch.arange(seqlen, device="cuda")[:, None] * frequencies
     return angles.cos().to(DTYPES[dtype]), angles.sin().to(DTYPES[dtype])
-
-
-def cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def check_against_reference(
-    tensors: tuple[torch.Tensor, ...], window_size: tuple[int, int] = (-1, -1), **options: Any
-) -> None:
-    """Compares outputs within tolerance; caches bit for bit where nothing is rotated."""
-    q, k_cache, v_cache, k, v = tensors
-    eps = torch.finfo(q.dtype).eps
-    k_expected, v_expected = k_cache.cpu(), v_cache.cpu()
-    expected = kvcache_attention(
-        q.cpu(),
-        k_expected,
-        v_expected,
-        k.cpu(),
-        v.cpu(),
-        window=window_size,
-        **{name: cpu(value) for name, value in options.items()},
-    )
-    result = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, window_size=window_size, return_softmax_lse=True, **options
-    )
-    assert same_bits(v_cache.cpu(), v_expected)
-    if "rotary_cos" in options:
-        # A rotated key may round the other way.
-        torch.testing.assert_close(k_cache.cpu(), k_expected, rtol=eps, atol=1e-5, equal_nan=True)
-    else:
-        assert same_bits(k_cache.cpu(), k_expected)
-    for one, wanted in zip(result, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), wanted, rtol=4 * eps, atol=4 * eps)
-
-
-@pairwise(
-    config={"d64-bf16": (64, "bf16"), "d64-fp16": (64, "fp16"), "d72": (72, "bf16"),
-            "d128": (128, "fp16")},
-    rotary_dim=(32, 64),
-    mask={"full": {}, "causal": {"causal": True}, "window": {"window_size": (70, 3)}},
-    interleaved={"interleaved": True, "halves": False},
-)  # fmt: skip
-def test_rotary(
-    config: tuple[int, str], rotary_dim: int, mask: dict[str, Any], interleaved: bool
-) -> None:
-    head_dim, dtype = config
-    cos, sin = make_rotary(rotary_dim, 210, dtype)
-    check_against_reference(
-        make_cache(head_dim, dtype),
-        cache_seqlens=int32([0, 63, 195]),
-        rotary_cos=cos,
-        rotary_sin=sin,
-        rotary_interleaved=interleaved,
-        **mask,
-    )
 
 
 def test_equal_batch_indices_without_appending() -> None:

@@ -6,14 +6,12 @@ else's bits change and no memory of others is touched.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 from flash_attn_deterministic import (
-    explain,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -178,18 +176,3 @@ def test_a_refused_call_leaves_the_cache_alone(
         )  # fmt: skip
     torch.cuda.synchronize()
     assert_same((k_cache, v_cache), before, ("k_cache", "v_cache"))
-
-
-@pytest.mark.parametrize("seqlen_q", [1, 16, 17], ids=lambda n: f"{n}-queries")
-def test_explain_knows_what_dropout_does(seqlen_q: int) -> None:
-    """The kernel for a few rows has none, nor are groups turned into rows."""
-    q, k, v = make_qkv((1, seqlen_q, 8, 64), 4096, 2)
-    plan = explain(flash_attn_func, q, k, v, dropout_p=0.1, split_size=512)
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = flash_attn_func(q, k, v, dropout_p=0.1, split_size=512)
-    peak = torch.cuda.max_memory_allocated() - before - out.nbytes
-    assert plan.scratch_bytes <= peak < plan.scratch_bytes + 2**16
-    assert plan.block_m == 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from flash_attn_deterministic import (
     flash_attn_varlen_qkvpacked_func,
 )
 
-from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
+from tests.gpu.attention import DTYPES, assert_same, make_qkv, scratch_of, skip_unless_built
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
@@ -81,25 +80,19 @@ def test_packed_sequences_with_tokens_of_none(
     assert not found[2][290:].any()
 
 
-def peak_of_backward(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> int:
-    """Bytes that the backward takes, its results included."""
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = function(*leaves)
-    dout = torch.ones_like(out)
-    torch.autograd.grad(out, leaves, dout, retain_graph=True)  # loads the kernel
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def test_packing_takes_no_memory() -> None:
     skip_unless_built(64, "bf16")
-    q, k, v = make_qkv((4, 2048, 16, 64), 2048, 16)
-    parts = peak_of_backward(flash_attn_func, q, k, v)
-    qkv = peak_of_backward(flash_attn_qkvpacked_func, torch.stack((q, k, v), 2))
-    kv = peak_of_backward(flash_attn_kvpacked_func, q, torch.stack((k, v), 2))
-    assert max(qkv, kv) <= parts + 2**20  # a copy of the gradients would be 50 or 34 MB
+    tensors = make_qkv((4, 2048, 16, 64), 2048, 16)
+
+    def taken(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> int:
+        """Bytes that the backward takes besides its results."""
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        out = function(*leaves)
+        dout = torch.ones_like(out)
+        return scratch_of(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))[1]
+
+    q, k, v = tensors
+    qkv = taken(flash_attn_qkvpacked_func, torch.stack(tensors, 2))
+    kv = taken(flash_attn_kvpacked_func, q.clone(), torch.stack((k, v), 2))
+    # A copy of the gradients would be 50 or 34 MB.
+    assert max(qkv, kv) <= taken(flash_attn_func, *tensors) + 2**20

@@ -19,13 +19,20 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.reference import restored
 from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, pairwise, same_bits
+from tests.gpu.attention import (
+    DTYPES,
+    assert_contract,
+    assert_same,
+    each_config,
+    make_qkv,
+    pairwise,
+    same_bits,
+)
 from tests.gpu.gradients import (
     ALL_FEATURES,
     GradientCall,
     assert_same_gradients,
     draw_call,
-    run_packed,
 )
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +40,7 @@ pytestmark = pytest.mark.gpu
 OPS = torch.ops.flash_attn_deterministic
 HELD = {f"d{d}-{t}": (d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")}
 CONFIG = each_config(list(HELD.values()))
-FEATURE = pytest.mark.parametrize("feature", ALL_FEATURES)
+CONTRACT_FEATURES = ("full", "causal", "window", "everything", "sink")
 SPLIT = {"one-split": 0, "splits-of-128": 128}
 FAMILY = "FLASH_ATTENTION_FAMILY"
 DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
@@ -170,29 +177,13 @@ def test_paths_of_few_queries_agree(
     assert_paths_agree(monkeypatch, names, lambda: kept(call, split_size))
 
 
-@FEATURE
+@pytest.mark.parametrize("row", ["backward", "dropout"])
 @CONFIG
-def test_run_to_run_and_batch(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, batch=3, seqlen_q=300).with_options(split_size=128)
-    expected = call()
-    for _ in range(5):
-        assert_same_gradients(call(), expected)
-    if "dropout" not in feature:  # its mask follows the place in the batch
-        for index in (0, 2):
-            alone = call.sequences([index])()
-            dq, dk, dv = (x[[index]] for x in expected)
-            assert_same_gradients(alone, (dq, dk, dv))
-
-
-@pytest.mark.parametrize("feature", ["full", "causal", "everything"])
-@CONFIG
-def test_packed_calls_have_the_bits_of_dense_ones(head_dim: int, dtype: str, feature: str) -> None:
-    whole = draw_call(head_dim, dtype, feature, batch=4, seqlen_q=300).with_options(split_size=128)
-    lengths = [(300, 300), (1, 129), (200, 64), (0, 70)]
-    calls = [whole.sequences([i]).lengths(*length) for i, length in enumerate(lengths)]
-    for call, packed in zip(calls, run_packed(calls, spare=5), strict=True):
-        if call.q.shape[1]:
-            assert_same_gradients(packed, call())
+def test_rows_of_the_contract(head_dim: int, dtype: str, row: str) -> None:
+    """Repeats, batch, packing, groups of heads: with a residual, too."""
+    sizes: dict[str, Any] = {"split": 128, "seqlen_q": (300,), "repeats": 5, "long_backward": 0}
+    sizes |= {"backward_lengths": ((300, 300),), "features": CONTRACT_FEATURES}
+    assert_contract(row, head_dim, dtype, **sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_deterministic import (
-    explain,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from flash_attn_deterministic import explain, flash_attn_func
+from flash_attn_deterministic.verify.contract import layouts
+from flash_attn_deterministic.verify.contract.call import Attention, draw
 from flash_attn_deterministic.verify.contract.device_override import device_override
+from flash_attn_deterministic.verify.features import options_of
 
-from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, make_qkv, pairwise
-from tests.gpu.gradients import assert_same_gradients, draw_call, int32
+from tests.gpu.attention import (
+    BIT_CONFIGS,
+    assert_same,
+    make_qkv,
+    pairwise,
+    skip_unless_built,
+)
+from tests.gpu.gradients import assert_same_gradients, draw_call
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +35,6 @@ DEVICES = {
     "1-sm-99-kb": f"sms=1,shared={SMALL_SHARED}",
     "84-sms-99-kb": f"sms=84,shared={SMALL_SHARED}",
 }
-DEVICE = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 CONFIG = {f"d{d}-{t}": (d, t) for d, t in (*BIT_CONFIGS, (32, "bf16"), (96, "fp16"), (192, "bf16"))}
 FEATURES = ("full", "causal", "everything")
 
@@ -58,79 +61,35 @@ def test_explain_tells_whether_the_backward_fits() -> None:
         assert explain(flash_attn_func, q, k, v, deterministic=True).backward is None
 
 
-@pairwise(config=CONFIG, feature=FEATURES, device=DEVICES)
-def test_forward(config: tuple[int, str], feature: str, device: str) -> None:
-    head_dim, dtype = config
-    call = draw_call(head_dim, dtype, feature, seqlen_q=700, seqlen_k=1100, nheads=8)
+@pairwise(
+    config=CONFIG,
+    feature=FEATURES,
+    device=DEVICES,
+    lengths=((700, 1100), (1500, 1500), (20, 1104), (5, 1104), (1, 1104)),
+)
+def test_forward(
+    config: tuple[int, str], feature: str, device: str, lengths: tuple[int, int]
+) -> None:
+    """Dense, a sequence alone, packed, and over pages."""
+    (head_dim, dtype), (seqlen_q, seqlen_k) = config, lengths
+    skip_unless_built(head_dim, dtype)
+    options = {**options_of(feature), "split_size": 256}
+    call = draw(
+        Attention.installed(), (3, seqlen_q, 8, head_dim), seqlen_k, 2,
+        dtype=dtype, device="cuda", seed=0, options=options,
+    )  # fmt: skip
 
-    def run(batch: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        some = call.sequences(batch)
-        out, softmax_lse, _ = flash_attn_func(
-            some.q,
-            some.k,
-            some.v,
-            alibi_slopes=some.slopes,
-            split_size=256,
-            return_attn_probs=True,
-            **call.options,
-        )
-        return out, softmax_lse
-
-    for batch in (slice(0, 2), slice(1, 2)):
-        expected = run(batch)
-        with device_override(device):
-            assert_same(run(batch), expected)
-
-
-@pairwise(config=CONFIG, seqlen_q=(1, 5, 20), device=DEVICES)
-def test_decode(config: tuple[int, str], seqlen_q: int, device: str) -> None:
-    head_dim, dtype = config
-    call = draw_call(head_dim, dtype, "causal", batch=3, seqlen_q=seqlen_q, seqlen_k=1104, nheads=8)
-    pages = torch.randperm(3 * 69, generator=torch.Generator().manual_seed(0))
-    table = pages.view(3, 69).to("cuda", torch.int32)
-    lengths = int32([1104, 511, 64])
-
-    def paged(tensor: torch.Tensor) -> torch.Tensor:
-        blocks = torch.empty(3 * 69, 16, *tensor.shape[2:], device="cuda", dtype=DTYPES[dtype])
-        blocks[table.flatten().long()] = tensor.reshape(-1, 16, *tensor.shape[2:])
-        return blocks
-
-    k_pages, v_pages = paged(call.k), paged(call.v)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        out, softmax_lse = flash_attn_with_kvcache(
-            call.q,
-            k_pages,
-            v_pages,
-            cache_seqlens=lengths,
-            block_table=table,
-            causal=True,
-            split_size=256,
-            return_softmax_lse=True,
-        )
-        return out, softmax_lse
+    def run() -> tuple[torch.Tensor, ...]:
+        keys = [seqlen_k, 511, 64]
+        parts = layouts.packed(call, [seqlen_q, 1, max(0, seqlen_q - 2)], keys).parts
+        parts += layouts.cached(call, keys, page_size=16)
+        found = [call(), call.sequences([1])(), *(own for _, own in parts)]
+        return tuple(tensor for own in found for tensor in own.values())
 
     expected = run()
     with device_override(device):
-        assert_same(run(), expected)
-
-
-@DEVICE
-@pytest.mark.parametrize("head_dim", [64, 128], ids=lambda d: f"d{d}")
-def test_packed(head_dim: int, device: str) -> None:
-    call = draw_call(head_dim, "bf16", batch=1, seqlen_q=1500, nheads=8)
-    q, k, v = (t[0] for t in (call.q, call.k, call.v))
-    starts = int32([0, 1, 2, 700, 700, 1500])
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        out, softmax_lse, _ = flash_attn_varlen_func(
-            q, k, v, starts, starts, 800, 800, causal=True, split_size=256, return_attn_probs=True
-        )
-        return out, softmax_lse
-
-    expected = run()
-    with device_override(device):
-        assert_same(run(), expected)
+        results = run()
+    assert_same(results, expected, tuple(f"result {i}" for i in range(len(expected))))
 
 
 @pairwise(config=CONFIG, feature=FEATURES, device=DEVICES)

@@ -9,12 +9,20 @@ import ctypes
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import assert_same, attend, is_built, make_qkv, same_bits
+from tests.gpu.attention import (
+    assert_same,
+    attend,
+    make_qkv,
+    same_bits,
+    skip_unless_built,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -51,8 +59,7 @@ def test_threads_that_need_other_amounts_of_shared_memory(head_dim: int) -> None
     Were its limit set anew before each launch, a thread that needs less would lower it between
     another thread's setting and its launch, which then fails.
     """
-    if not is_built(head_dim, "bf16"):
-        pytest.skip(f"this wheel holds no kernel for head_dim {head_dim}")
+    skip_unless_built(head_dim, "bf16")
     seqlen, calls = 128, 6000
     q, k, v = make_qkv((64, seqlen, 8, head_dim))
     expected = {}
@@ -85,6 +92,95 @@ def test_threads_that_need_other_amounts_of_shared_memory(head_dim: int) -> None
     assert not failures
 
 
+# --- counters -----------------------------------------------------------------------------------
+
+# Schedule, shape of q, seqlen_k, nheads_k, split_size. Each has a counter in each launch: of row
+# blocks, which are more than SMs here, or parts that CTAs have taken, or of parts that are done.
+COUNTERS: dict[str, tuple[str, tuple[int, int, int, int], int, int, int]] = {
+    "row-blocks": ("family=sm90", (8, 1100, 16, 64), 1100, 16, 0),
+    "row-blocks-of-splits": ("family=sm90", (8, 1100, 16, 64), 1100, 16, 256),
+    "parts": ("family=sm90,path=parts", (3, 300, 16, 128), 3000, 4, 256),
+    **{
+        f"done-{seqlen_q}-d{head_dim}": (
+            *("path=scores_first", (3, seqlen_q, 8, head_dim)),
+            *(3000, 2, 256),
+        )
+        for seqlen_q in (1, 3)
+        for head_dim in (64, 80, 128, 256)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "seqlen_k", "nheads_k", "split_size"), COUNTERS.values(), ids=COUNTERS
+)
+def test_counters_belong_to_one_launch(
+    schedule: str, shape: tuple[int, int, int, int], seqlen_k: int, nheads_k: int, split_size: int
+) -> None:
+    """Cleared inside each, also in a replayed graph, and not shared by four streams at once."""
+    skip_unless_built(shape[3], "bf16")
+    q, k, v = make_qkv(shape, seqlen_k, nheads_k)
+
+    def run() -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=True, split_size=split_size)
+
+    with device_override(schedule):
+        expected = run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for _ in range(20):
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert_same((captured,), (expected,), ("out",))
+        streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
+        torch.cuda.synchronize()
+        results = []
+        for stream in streams * 10:
+            with torch.cuda.stream(stream):
+                results.append(run())
+        torch.cuda.synchronize()
+    for result in results:
+        assert_same((result,), (expected,), ("out",))
+
+
+# --- several launches ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "seqlen_k", "nheads_k", "split_size"),
+    [
+        *(
+            pytest.param(
+                *("family=sm90,path=parts", (3, 400, 8, head_dim), 16_000, 2, 128),
+                id=f"parts-d{head_dim}",
+            )
+            for head_dim in (64, 128, 256)
+        ),
+        pytest.param("path=few_rows", (96, 2, 16, 64), 16_384, 4, 64, id="few-rows"),
+        pytest.param("path=scores_first", (96, 2, 16, 64), 16_384, 4, 64, id="scores-first"),
+    ],
+)
+def test_several_launches(
+    schedule: str, shape: tuple[int, int, int, int], seqlen_k: int, nheads_k: int, split_size: int
+) -> None:
+    """More scratch than one launch may take: a call of the same sequence, often, is cut."""
+    skip_unless_built(shape[3], "bf16")
+    one = make_qkv((1, *shape[1:]), seqlen_k, nheads_k)
+    often = [t.expand(shape[0], *t.shape[1:]) for t in one]
+    options: dict[str, Any] = {"causal": True, "split_size": split_size}
+    expected = flash_attn_func(*one, **options, return_attn_probs=True)[:2]
+    with device_override(schedule):
+        plan = explain(flash_attn_func, *often, **options)
+        assert plan.path == schedule.rpartition("=")[2].replace("_", "-")
+        assert plan.launches > 1
+        assert plan.scratch_bytes <= 2**26
+        out, softmax_lse, _ = flash_attn_func(*often, **options, return_attn_probs=True)
+    for index in (0, 1, shape[0] // 2, shape[0] - 1):
+        own = slice(index, index + 1)
+        assert_same((out[own], softmax_lse[own]), expected)
+
+
 # --- a failed call before a good one ------------------------------------------------------------
 
 _CAPTURE_MODE_RELAXED = 2
@@ -101,8 +197,7 @@ def test_a_failed_runtime_call_does_not_fail_the_next_launch(head_dim: int) -> N
     torch's allocator need not know of it: its memory is there since the first call.
     """
     for direction in ("fwd", "bwd"):
-        if not is_built(head_dim, "bf16", direction):
-            pytest.skip(f"this wheel holds no {direction} kernel for head_dim {head_dim}")
+        skip_unless_built(head_dim, "bf16", direction)
     driver = ctypes.CDLL("libcuda.so.1")
     q, k, v = make_qkv((1, 70, 2, head_dim))
     expected = forward(q, k, v, 0)
@@ -160,8 +255,7 @@ def append(
 @pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])
 def test_append_more_heads_than_a_grid_is_high(rotates: bool) -> None:
     """Heads of keys, values and rotated queries together are more than gridDim.y can be."""
-    if not is_built(64, "bf16"):
-        pytest.skip("this wheel holds no kernel for head_dim 64")
+    skip_unless_built(64, "bf16")
     nheads = MAX_GRID_Y // 3 + 1000 if rotates else MAX_GRID_Y // 2 + 1000
     assert (3 if rotates else 2) * nheads > MAX_GRID_Y
     q, k, v = make_qkv((1, 2, nheads, 64), seqlen_k=8)
@@ -187,8 +281,7 @@ def test_append_more_heads_than_a_grid_is_high(rotates: bool) -> None:
 
 
 def test_append_more_tokens_than_a_grid_is_high() -> None:
-    if not is_built(64, "bf16"):
-        pytest.skip("this wheel holds no kernel for head_dim 64")
+    skip_unless_built(64, "bf16")
     q, k, v = make_qkv((2, 1, 2, 64), seqlen_k=MAX_GRID_Y + 1000)
     out, softmax_lse, k_cache, v_cache = append(q, k, v, 100, None)
     assert same_bits(k_cache, k)
@@ -197,8 +290,7 @@ def test_append_more_tokens_than_a_grid_is_high() -> None:
 
 
 def test_append_to_more_sequences_than_a_grid_is_high() -> None:
-    if not is_built(64, "bf16"):
-        pytest.skip("this wheel holds no kernel for head_dim 64")
+    skip_unless_built(64, "bf16")
     q, k, v = make_qkv((MAX_GRID_Y + 1000, 1, 1, 64), seqlen_k=4)
     out, softmax_lse, k_cache, v_cache = append(q, k, v, 3, None)
     assert same_bits(k_cache, k)

@@ -1,9 +1,8 @@
-"""Scratch memory of the forward has an upper limit, and no bits depend on how it is kept."""
+"""Scratch memory of the forward: what explain() says, with an upper limit; no bits depend on it."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ import torch
 from flash_attn_deterministic import explain, flash_attn_func
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import assert_same, make_qkv, skip_unless_built
+from tests.gpu.attention import DTYPES, assert_same, make_qkv, scratch_of, skip_unless_built
 
 pytestmark = pytest.mark.gpu
 
 LIMIT = 64 * 2**20
+COUNTER = 4  # bytes, of the row blocks that CTAs of the sm90 family have taken
 ALLOWED = 2**20  # what torch's allocator rounds up
 
 # batch, seqlen_q, seqlen_k, nheads, nheads_k: without a limit, from 0.1 to 8.7 GB at splits of 2048
@@ -43,30 +43,55 @@ def test_no_plan_takes_more(
     plan = explain(flash_attn_func, q, k, k, causal=causal, split_size=split_size)
     assert plan.num_splits == -(-seqlen_k // split_size)
     assert plan.scratch_bytes <= LIMIT
-    counter = 4  # bytes, of the row blocks that CTAs of the sm90 family have taken
-    assert (plan.scratch_bytes <= counter) == (plan.path == "one-cta")
+    assert (plan.scratch_bytes <= COUNTER) == (plan.path == "one-cta")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k", "paths"),
+    [
+        pytest.param(4, 4096, 4096, ("one-cta",), id="prefill"),
+        pytest.param(1, 1, 32_768, ("few-rows", "scores-first"), id="decode"),
+        pytest.param(2, 1, 131_072, ("few-rows", "scores-first"), id="long-decode"),
+        pytest.param(2, 512, 8192, ("parts",), id="chunk"),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (256, "bf16")])
+def test_scratch_is_what_explain_says(
+    head_dim: int,
+    dtype: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    paths: tuple[str, ...],
+    causal: bool,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((batch, seqlen_q, 8, head_dim), seqlen_k, 2, dtype=DTYPES[dtype])
+    plan = explain(flash_attn_func, q, k, v, causal=causal)
+    assert plan.path in paths
+    assert (plan.scratch_bytes <= COUNTER) == (plan.path == "one-cta")
+    _, scratch = run(q, k, v, causal=causal)
+    assert plan.scratch_bytes <= scratch <= plan.scratch_bytes + ALLOWED
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 16, 17], ids=lambda n: f"{n}-queries")
+def test_explain_knows_what_dropout_does(seqlen_q: int) -> None:
+    """The kernel for a few rows has none, nor are groups turned into rows."""
+    skip_unless_built(64, "bf16")
+    q, k, v = make_qkv((1, seqlen_q, 8, 64), 4096, 2)
+    options: dict[str, Any] = {"dropout_p": 0.1, "split_size": 512}
+    plan = explain(flash_attn_func, q, k, v, **options)
+    _, scratch = scratch_of(lambda: (flash_attn_func(q, k, v, **options),))
+    assert plan.scratch_bytes <= scratch < plan.scratch_bytes + 2**16
+    assert plan.block_m == 64
 
 
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Runs a call twice.
-
-    Returns:
-        out and softmax_lse, and the bytes that the second call took besides them.
-    """
-    for _ in range(2):  # the first call loads the kernels
-        out = softmax_lse = None
-        gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out, softmax_lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True)
-        torch.cuda.synchronize()
-        taken = torch.cuda.max_memory_allocated() - before - out.nbytes - softmax_lse.nbytes
-    assert out is not None
-    assert softmax_lse is not None
-    return (out, softmax_lse), taken
+) -> tuple[tuple[torch.Tensor, ...], int]:
+    """out and softmax_lse of a call, and the bytes that it takes besides them."""
+    return scratch_of(lambda: flash_attn_func(q, k, v, **options, return_attn_probs=True)[:2])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
