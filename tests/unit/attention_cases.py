@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from flash_attn_deterministic.verify.contract import Attention, size_of
+from flash_attn_deterministic.verify.contract.call import Call
+from flash_attn_deterministic.verify.contract.check import case_of, make
 from flash_attn_deterministic.verify.exact import Definition
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -28,6 +32,28 @@ def make_inputs(
         return values.to(dtype)
 
     return normal(seqlen_q, nheads), normal(seqlen_k, nheads_k), normal(seqlen_k, nheads_k)
+
+
+def drawn(feature: str, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int = 16) -> Call:
+    """A call of the contract, with a feature of `verify`, 4 heads and 2 KV heads."""
+    case, shape = case_of(head_dim, "bf16", feature, {}), {"seqlen_q": seqlen_q, "batch": batch}
+    size = size_of("cpu", quick=False)
+    return make(case, Attention.installed(), size, seqlen_k=seqlen_k, nheads=4, **shape)
+
+
+def normal_like(tensor: torch.Tensor, seed: int = 17) -> torch.Tensor:
+    """Normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def autograd_gradients(
+    function: Callable[..., torch.Tensor], inputs: Inputs, dout: torch.Tensor
+) -> Inputs:
+    """dq, dk and dv of function(q, k, v), which autograd finds."""
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    dq, dk, dv = torch.autograd.grad(function(*leaves), leaves, dout)
+    return dq, dk, dv
 
 
 def definition(

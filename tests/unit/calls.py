@@ -153,6 +153,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     "flash_attn_with_kvcache": kvcache_call,
 }
 assert set(CALLS) == set(interface.__all__)
+DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 
 
 def fresh(call: Call) -> Call:

@@ -1,4 +1,4 @@
-"""What tests of calls watch."""
+"""What tests of calls watch, and what they begin with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.schemas import BACKWARD
+
+
+@pytest.fixture
+def dynamo() -> None:
+    """Forgets what was compiled before."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
@@ -200,7 +199,3 @@ def test_schedule_dependent_mode_is_not_explained() -> None:
         pytest.raises(UnsupportedError, match="only calls on a CUDA device have a plan"),
     ):
         explain(flash_attn_func, **qkv_call().arguments)
-
-
-def test_names_are_public() -> None:
-    assert {"Plan", "explain"} <= set(package.__all__)

@@ -8,22 +8,16 @@ from typing import Any
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, Call, fresh
+from calls import CALLS, DIFFERENTIABLE, Call, fresh
 from flash_attn_deterministic.errors import UnsupportedError
 from torch.autograd import forward_ad
 
 # A warning of torch when it first uses forward mode: its category changed with torch 2.15.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
-DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 every_name = pytest.mark.parametrize("name", CALLS)
 names = pytest.mark.parametrize("name", DIFFERENTIABLE)
 Function = Callable[[torch.Tensor], Any]
-
-
-@pytest.fixture
-def dynamo() -> None:
-    torch._dynamo.reset()
 
 
 def of_one_tensor(call: Call, **options: Any) -> tuple[Function, torch.Tensor]:

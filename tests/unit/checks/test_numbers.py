@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, kvcache_call, varlen_call
+from calls import CALLS, DIFFERENTIABLE, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, ArgumentTypeError
 
-DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
 
 

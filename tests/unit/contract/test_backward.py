@@ -1,55 +1,48 @@
-"""What the reference's bits don't depend on, besides the rows of `verify`'s contract."""
+"""What gradients' bits don't depend on, besides the rows of `verify`'s contract."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import make_inputs
-from backward_cases import (
-    BACKWARD_FEATURES,
-    BackwardCall,
-    make_backward,
-    packed_backward,
-    ragged_backwards,
+from attention_cases import drawn
+from bits import all_equal
+from contract_cases import RAGGED
+from flash_attn_deterministic.reference import (
+    attention,
+    attention_backward,
+    backward,
+    batch,
 )
-from bits import all_equal, bits_equal
-from contract_cases import Call, make_call
-from flash_attn_deterministic.reference import backward, batch
+from flash_attn_deterministic.verify.contract import layouts
+from flash_attn_deterministic.verify.contract.call import Call, Tensors
+from flash_attn_deterministic.verify.features import OF_CONTRACT
 
-features = pytest.mark.parametrize("feature", BACKWARD_FEATURES)
+features = pytest.mark.parametrize("feature", OF_CONTRACT)
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Whether results of the same names have the same bits."""
+    return all_equal(left.values(), [right[name] for name in left])
+
+
+def seeded(call: Call) -> Tensors:
+    torch.manual_seed(11)
+    return call.gradients()
+
+
 # --- varlen -------------------------------------------------------------------------------------
 
 
-def _alone(calls: list[BackwardCall]) -> Iterator[tuple[torch.Tensor, ...]]:
-    for call in calls:
-        yield tuple(x[0] for x in call())
-
-
 @features
-@pytest.mark.parametrize("order", ["as-is", "reversed"])
-def test_packed_is_dense(feature: str, order: str) -> None:
-    calls = ragged_backwards(feature)
-    if order == "reversed":
-        calls.reverse()
-    packed, starts_q, starts_k = packed_backward(calls)
-    for b, expected in enumerate(_alone(calls)):
-        rows = slice(int(starts_q[b]), int(starts_q[b + 1]))
-        keys = slice(int(starts_k[b]), int(starts_k[b + 1]))
-        assert all_equal((packed[0][rows], packed[1][keys], packed[2][keys]), expected)
-
-
-def test_gradients_of_tokens_of_no_sequence_are_zero() -> None:
-    calls = ragged_backwards("causal")
-    packed, starts_q, starts_k = packed_backward(calls, spare=3)
-    expected, _, _ = packed_backward(calls)
-    for tensor, plain, starts in zip(packed, expected, (starts_q, starts_k, starts_k), strict=True):
-        end = int(starts[-1])
-        assert bits_equal(tensor[:end], plain)
-        assert bits_equal(tensor[end:], torch.zeros_like(tensor[end:]))
+@pytest.mark.parametrize("order", [1, -1], ids=["as-is", "reversed"])
+def test_packed_is_dense(feature: str, order: int) -> None:
+    lengths_q, lengths_k = zip(*RAGGED[::order], strict=True)
+    call = drawn(feature, len(RAGGED), max(lengths_q), max(lengths_k))
+    for one, own in layouts.packed(call, lengths_q, lengths_k, gradients=True).parts:
+        assert same(own, one.gradients())
 
 
 # --- schedule -----------------------------------------------------------------------------------
@@ -65,74 +58,65 @@ def test_gradients_of_tokens_of_no_sequence_are_zero() -> None:
     ],
 )
 def test_tiles(feature: str, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = make_backward(feature, 2, 20, 37)
-    usual = call()
+    call = drawn(feature, 2, 20, 37)
+    usual = call.gradients()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
-    assert all_equal(usual, call())
+    assert same(usual, call.gradients())
 
 
 @features
-@pytest.mark.parametrize("block_n", [4, 64])
-def test_blocks(feature: str, block_n: int) -> None:
-    call = make_backward(feature, 1, 20, 70)
-    options = {**call.forward.options, "block_n": block_n}
-    other = replace(call, forward=replace(call.forward, options=options))
-    assert all_equal(call(), other())
+def test_blocks(feature: str) -> None:
+    call = drawn(feature, 1, 20, 70)
+    names = {"window_size": "window"}
+    options: dict[str, Any] = {names.get(n, n): x for n, x in call.keywords.items()}
+    del options["split_size"]
+    qkv = call.q, call.k, call.v
+    out = attention(*qkv, **options)
+    results = [
+        attention_backward(call.dout, *qkv, *out, **options, block_n=block_n)
+        for block_n in (4, 16, 64)
+    ]
+    assert all_equal(results[0], results[1])
+    assert all_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads(threads: int) -> None:
-    call = make_backward("everything", 2, 40, 129)
-    usual = call()
+    call = drawn("everything", 2, 40, 129)
+    usual = call.gradients()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert all_equal(usual, call())
+        assert same(usual, call.gradients())
     finally:
         torch.set_num_threads(before)
 
 
 def test_strides() -> None:
-    call = make_backward("causal", 2, 20, 33)
-
-    def strided(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-    forward = call.forward
-    other = replace(
-        call,
-        forward=replace(forward, q=strided(forward.q), k=strided(forward.k), v=strided(forward.v)),
-        dout=strided(call.dout),
-        out=strided(call.out),
-    )
-    assert not other.dout.is_contiguous()
-    assert all_equal(call(), other())
+    call = drawn("causal", 2, 20, 33)
+    names = ("q", "k", "v", "dout")
+    strided = {n: getattr(call, n).transpose(1, 2).contiguous().transpose(1, 2) for n in names}
+    assert not strided["dout"].is_contiguous()
+    assert same(call.gradients(), replace(call, **strided).gradients())
 
 
 # --- dropout ------------------------------------------------------------------------------------
 
-RNG: dict[str, Any] = {"dropout_p": 0.3, "rng_state": torch.tensor([11, 12])}
 
-
-@pytest.mark.parametrize("feature", ["causal", "everything"])
-def test_dropout_repeats_in_every_batch(feature: str) -> None:
-    call = BackwardCall.of(make_call(feature, 3, 20, 37), **RNG)
-    result = call()
-    assert all_equal(result, call())
-    # The mask follows the index in the batch.
-    assert all_equal([x[:2] for x in result], call.sequences(slice(0, 2))())
-    other = BackwardCall.of(call.forward, **{**RNG, "rng_state": torch.tensor([11, 13])})
-    assert not all_equal(result, other())
-
-
-@pytest.mark.parametrize("feature", ["causal", "everything"])
-def test_dropout_of_packed_sequences(feature: str) -> None:
-    forward = make_call(feature, 3, 20, 37)
-    whole = BackwardCall.of(forward, **RNG)
-    dq, dk, dv = whole()
-    packed, _, _ = packed_backward([whole.sequences(slice(b, b + 1)) for b in range(3)])
-    assert all_equal([x.flatten(0, 1) for x in (dq, dk, dv)], packed)
+@pytest.mark.parametrize("feature", ["dropout", "dropout-causal", "dropout-window"])
+def test_dropout_follows_the_index_in_the_batch(feature: str) -> None:
+    call = drawn(feature, 3, 20, 37)
+    result = seeded(call)
+    assert same(result, seeded(call))
+    first = slice(0, 2)
+    assert same(seeded(call.sequences(first)), {name: x[first] for name, x in result.items()})
+    torch.manual_seed(12)
+    assert not same(result, call.gradients())
+    torch.manual_seed(11)
+    packed = layouts.packed(call, [20] * 3, [37] * 3, gradients=True).parts
+    for index, (_, own) in enumerate(packed):
+        assert same(own, {name: x[index : index + 1] for name, x in result.items()})
 
 
 # --- The tests can fail -------------------------------------------------------------------------
@@ -145,9 +129,8 @@ def _matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Non
 def test_a_matmul_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of sums in a matmul depends on the shape, which the tests above detect."""
     monkeypatch.setattr(backward, "add_products", _matmul)
-    q, k, v = make_inputs(1, 300, 300, 1, 1, 64, torch.float32)
-    call = BackwardCall.of(Call(q, k, v))
-    usual = call()
+    call = drawn("full", 1, 300, 300, head_dim=64)
+    usual = call.gradients()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", 1)
-    assert not all_equal(usual, call())
+    assert not same(usual, call.gradients())

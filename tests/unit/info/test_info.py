@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 
 import flash_attn_deterministic
@@ -46,11 +46,6 @@ def test_collects_the_wheels_own_record() -> None:
     }
     every_gpu = {(i.direction, i.dtype, i.head_dim) for i in built.instances if i.family == "sm80"}
     assert {kernel for kernel in held if " " not in kernel[0]} == every_gpu
-
-
-def test_info_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        info.collect().version = "0"  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -177,12 +172,6 @@ def test_command_interrupted_later(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_the_import_leaves_signals_alone() -> None:
-    script = "import signal; before = signal.getsignal(2); import flash_attn_deterministic; "
-    script += "assert signal.getsignal(2) is before"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def _options(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, str | None]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -201,14 +190,6 @@ def test_every_option_has_help() -> None:
     options = dict(_options(parser))
     assert len(options) > 40
     assert [name for name, text in options.items() if not text] == []
-
-
-def test_public_names() -> None:
-    for name in flash_attn_deterministic.__all__:
-        assert getattr(flash_attn_deterministic, name) is not None
-    assert flash_attn_deterministic.__version__ == importlib.metadata.version(
-        "flash-attn-deterministic"
-    )
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import subprocess
 import sys
 import textwrap
@@ -53,13 +52,11 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_alias_has_the_public_functions_with_their_signatures(name: str) -> None:
+def test_the_alias_has_the_public_functions(name: str) -> None:
     with as_flash_attn():
         alias = importlib.import_module("flash_attn")
         interface = importlib.import_module("flash_attn.flash_attn_interface")
-    ours = getattr(package, name)
-    assert inspect.signature(getattr(alias, name)) == inspect.signature(ours)
-    assert getattr(interface, name) is getattr(alias, name)
+    assert getattr(interface, name) is getattr(alias, name) is getattr(package, name)
 
 
 def test_every_form_of_import() -> None:

@@ -7,12 +7,9 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import int32
-from flash_attn_deterministic import deterministic_mode
+from calls import int32, normal
 from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
-from flash_attn_deterministic.ops import autograd
-from flash_attn_deterministic.schemas import argument_names
 
 # Any, because the type checker can't match unpacked arguments.
 interface: Any = flash_attn_interface
@@ -39,21 +36,16 @@ UPSTREAM = {
 }
 
 
-def draw(*shape: int, seed: int = 0, grad: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16).requires_grad_(grad)
-
-
 def dense_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q = draw(2, 9, 4, 32, grad=True)
-    k, v = (draw(2, 70, 2, 32, seed=seed, grad=True) for seed in (1, 2))
-    return q, k, v, draw(2, 9, 4, 32, seed=3)
+    q = normal(2, 9, 4, 32).requires_grad_()
+    k, v = (normal(2, 70, 2, 32, seed=seed).requires_grad_() for seed in (1, 2))
+    return q, k, v, normal(2, 9, 4, 32, seed=3)
 
 
 def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q = draw(20, 4, 32, grad=True)
-    k, v = (draw(80, 2, 32, seed=seed, grad=True) for seed in (1, 2))
-    return q, k, v, draw(20, 4, 32, seed=3)
+    q = normal(20, 4, 32).requires_grad_()
+    k, v = (normal(80, 2, 32, seed=seed).requires_grad_() for seed in (1, 2))
+    return q, k, v, normal(20, 4, 32, seed=3)
 
 
 STARTS_Q, STARTS_K, LONGEST = int32(0, 5, 5, 18), int32(0, 70, 72, 80), (13, 70)
@@ -131,8 +123,8 @@ def test_packed_calls_have_the_bits_of_the_public_function() -> None:
 
 
 def test_pages_and_lengths_reach_the_op() -> None:
-    q = draw(6, 2, 32)
-    pages, table = draw(4, 16, 1, 32, seed=1), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    q = normal(6, 2, 32)
+    pages, table = normal(4, 16, 1, 32, seed=1), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     starts, used = (int32(0, 2, 6), int32(0, 20, 50), 4, 32), int32(18, 30)
     expected = package.flash_attn_varlen_func(
         q, pages, pages, *starts, softmax_scale=SCALE, block_table=table, seqused_k=used
@@ -211,8 +203,8 @@ def test_wrong_arguments_of_a_dense_forward(changes: dict[str, Any], message: st
         pytest.param(
             {"max_seqlen_k": 70.5}, "max_seqlen_k: expected an int, got float", id="float"
         ),
-        pytest.param({"v": draw(79, 2, 32)}, r"v: expected shape \(80, 2, 32\)", id="v"),
-        pytest.param({"k": draw(80, 3, 32)}, "k: expected a number of heads", id="heads"),
+        pytest.param({"v": normal(79, 2, 32)}, r"v: expected shape \(80, 2, 32\)", id="v"),
+        pytest.param({"k": normal(80, 3, 32)}, "k: expected a number of heads", id="heads"),
         pytest.param({"block_table": int32(1)}, "k: expected 4 dimensions", id="pages"),
     ],
 )
@@ -229,8 +221,10 @@ def test_wrong_arguments_of_a_packed_forward(changes: dict[str, Any], message: s
     ("changes", "message"),
     [
         pytest.param({"dout": None}, "dout: expected a torch.Tensor, got NoneType", id="dout"),
-        pytest.param({"dout": draw(2, 8, 4, 32)}, "dout: expected a tensor like q", id="rows"),
-        pytest.param({"out": draw(2, 9, 4, 32).float()}, "out: expected a tensor like q", id="out"),
+        pytest.param({"dout": normal(2, 8, 4, 32)}, "dout: expected a tensor like q", id="rows"),
+        pytest.param(
+            {"out": normal(2, 9, 4, 32).float()}, "out: expected a tensor like q", id="out"
+        ),
         pytest.param(
             {"softmax_lse": torch.ones(2, 4, 8)},
             r"softmax_lse: expected torch.float32 \(2, 4, 9\) .* \(2, 4, 8\)",
@@ -267,51 +261,17 @@ def test_default_scale() -> None:
 def test_a_head_dim_that_no_kernel_takes_is_refused() -> None:
     with pytest.raises(ArgumentError, match="multiple of 8, got 12"):
         interface._flash_attn_forward(
-            *[draw(1, 3, 1, 12)] * 3, 0.0, 1.0, False, -1, -1, 0.0, None, False
+            *[normal(1, 3, 1, 12)] * 3, 0.0, 1.0, False, -1, -1, 0.0, None, False
         )
-
-
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Collects `deterministic_bwd` of each op."""
-    seen: list[bool] = []
-    ops = torch.ops.flash_attn_deterministic
-
-    class Ops:
-        def __getattr__(self, name: str) -> Any:
-            def op(*arguments: Any) -> Any:
-                seen.append(arguments[argument_names(name).index("deterministic_bwd")])
-                return getattr(ops, name)(*arguments)
-
-            return op
-
-    monkeypatch.setattr(autograd, "_OPS", Ops())
-    return seen
-
-
-@pytest.mark.parametrize("given", [None, False, True])
-@pytest.mark.parametrize("positional", [True, False], ids=["positional", "keyword"])
-@pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
-def test_deterministic_false_follows_the_mode(
-    given: bool | None, positional: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q = draw(1, 3, 1, 32)
-    seen = watched(monkeypatch)
-    with deterministic_mode(enabled):
-        if positional:
-            defaults = (0.0, None, False, (-1, -1), 0.0, None)
-            interface.flash_attn_func(q, q, q, *defaults, given)
-        else:
-            interface.flash_attn_func(q, q, q, deterministic=given)
-    assert seen == [enabled or given is True]
 
 
 def test_ring_attention_finds_the_parameters_that_it_passes() -> None:
     # It inspects the names of the parameters, and passes those that it knows by keyword.
     spec = inspect.getfullargspec(interface._flash_attn_forward)
     known: dict[str, Any] = {
-        "q": draw(1, 4, 1, 32),
-        "k": draw(1, 4, 1, 32),
-        "v": draw(1, 4, 1, 32),
+        "q": normal(1, 4, 1, 32),
+        "k": normal(1, 4, 1, 32),
+        "v": normal(1, 4, 1, 32),
         "dropout_p": 0,
         "softmax_scale": 1.0,
         "causal": True,

@@ -9,7 +9,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import int32
+from calls import int32, normal
 from flash_attn_deterministic import as_flash_attn
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 from flash_attn_deterministic.integrations import flash_attn_3
@@ -18,12 +18,8 @@ ours: Any = package
 theirs: Any = flash_attn_3
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-Q = draw(2, 20, 4, 32, seed=0)
-K, V = (draw(2, 20, 2, 32, seed=seed) for seed in (1, 2))
+Q = normal(2, 20, 4, 32, seed=0)
+K, V = (normal(2, 20, 2, 32, seed=seed) for seed in (1, 2))
 
 
 def test_dense_and_packed_calls() -> None:

@@ -9,6 +9,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import normal
 from flash_attn_deterministic.errors import UnsupportedError
 
 pytest.importorskip("sglang.srt.layers.attention.base_attn_backend")
@@ -37,10 +38,6 @@ def test_the_entry_point_adds_the_backend_to_the_lists() -> None:
         assert names.count(ours.NAME) == 1
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
 class Engine:
     """Two requests, SGLang's pools, and steps of any lengths."""
 
@@ -60,8 +57,8 @@ class Engine:
             token_to_kv_pool=pool,
         )
         self.backend = ours.DeterministicBackend(self.runner)
-        self.q = draw(3, LENGTH, HEADS, HEAD_DIM, seed=0)
-        self.k, self.v = (draw(3, LENGTH, HEADS_K, HEAD_DIM, seed=seed) for seed in (1, 2))
+        self.q = normal(3, LENGTH, HEADS, HEAD_DIM, seed=0)
+        self.k, self.v = (normal(3, LENGTH, HEADS_K, HEAD_DIM, seed=seed) for seed in (1, 2))
 
     def step(self, *parts: tuple[int, int, int], graph: bool = False) -> torch.Tensor:
         """Computes tokens [begin, end) of requests; parts are (request, begin, end)."""

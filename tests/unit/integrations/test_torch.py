@@ -22,11 +22,6 @@ dense_func: Any = package.flash_attn_func
 varlen_func: Any = package.flash_attn_varlen_func
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-
 def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
@@ -86,7 +81,7 @@ def test_it_takes_the_place_of_another_on_request(monkeypatch: pytest.MonkeyPatc
 def test_parts_of_context_parallel_bring_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.tensor import DTensor
 
-    q = draw(1, 2, 8, 32)
+    q = normal(1, 2, 8, 32)
     provider.sdpa_forward(q, q, q)  # without a warning, which would be an error
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     dispatcher: Any = DTensor._op_dispatcher
@@ -122,17 +117,17 @@ def test_kernels_take_the_arguments_of_this_torch(name: str) -> None:
 def test_sdpa_has_the_bits_of_the_public_function(layout: str, causal: bool) -> None:
     shape, shape_k = (2, 4, 70, 32), (2, 2, 70, 32)
     if layout == "heads-first":
-        q, k, v = draw(*shape), draw(*shape_k, seed=1), draw(*shape_k, seed=2)
+        q, k, v = normal(*shape), normal(*shape_k, seed=1), normal(*shape_k, seed=2)
     elif layout == "transposed":
-        q = draw(2, 70, 4, 32).transpose(1, 2)
-        k, v = (draw(2, 70, 2, 32, seed=s).transpose(1, 2) for s in (1, 2))
+        q = normal(2, 70, 4, 32).transpose(1, 2)
+        k, v = (normal(2, 70, 2, 32, seed=s).transpose(1, 2) for s in (1, 2))
     else:
-        q, k, v = draw(2, 70, 3, 4, 32).permute(2, 0, 3, 1, 4)
+        q, k, v = normal(2, 70, 3, 4, 32).permute(2, 0, 3, 1, 4)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         *leaves, is_causal=causal, scale=0.2
     )
-    dout = draw(*out.shape, seed=3)
+    dout = normal(*out.shape, seed=3)
     torch.autograd.backward(out, dout)
 
     ours = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
@@ -152,7 +147,7 @@ def test_sdpa_has_the_bits_of_the_public_function(layout: str, causal: bool) -> 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_dropout_repeats_in_the_backward() -> None:
-    q, k, v = (draw(1, 2, 20, 32, seed=seed).requires_grad_() for seed in range(3))
+    q, k, v = (normal(1, 2, 20, 32, seed=seed).requires_grad_() for seed in range(3))
     torch.manual_seed(3)
     out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.25)
     torch.autograd.backward(out, torch.ones_like(out))
@@ -168,7 +163,7 @@ def test_dropout_repeats_in_the_backward() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_packed_sequences_have_the_bits_of_the_public_function() -> None:
-    q, k, v = (draw(20, 2, 32, seed=seed).requires_grad_() for seed in range(3))
+    q, k, v = (normal(20, 2, 32, seed=seed).requires_grad_() for seed in range(3))
     starts, longest = int32(0, 7, 20), (13, 13)
     out, lse, rng_state, offset, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, *longest, 0.0, True, False, window_size_left=4
@@ -190,7 +185,7 @@ def test_packed_sequences_have_the_bits_of_the_public_function() -> None:
 
 
 def test_pages_without_cum_seq_k() -> None:
-    q, pages = draw(6, 2, 32), draw(4, 16, 1, 32, seed=1)
+    q, pages = normal(6, 2, 32), normal(4, 16, 1, 32, seed=1)
     table, used = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), int32(18, 30)
     starts = int32(0, 2, 6)
     expected = varlen_func(
@@ -213,7 +208,7 @@ def test_what_a_generator_computes_over_pages_has_the_bits_of_the_trainer() -> N
     torch_varlen: Any = pytest.importorskip("torch.nn.attention.varlen")
     if not hasattr(torch_varlen, "varlen_attn_out"):
         pytest.skip("torch's varlen attention has no pages before 2.12")
-    q, k, v = (draw(40, heads, 32, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(40, heads, 32, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     starts = int32(0, 40)
     options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
     trained = torch_varlen.varlen_attn(q, k, v, starts, starts, 40, 40, **options)
@@ -244,7 +239,7 @@ def test_backward_is_deterministic_by_mode_or_setting_of_torch(
             seen.append(arguments[-3])
             return original(*arguments)
 
-    q = draw(1, 4, 2, 32)
+    q = normal(1, 4, 2, 32)
     out, lse, *random = (
         provider.sdpa_forward(q, q, q)[:2] + (torch.zeros(2, dtype=torch.uint64),) * 2
     )
@@ -256,7 +251,7 @@ def test_backward_is_deterministic_by_mode_or_setting_of_torch(
 
 
 def test_unsupported_arguments_are_refused() -> None:
-    q = draw(1, 4, 2, 32)
+    q = normal(1, 4, 2, 32)
     with pytest.raises(UnsupportedError, match="return_debug_mask"):
         provider.sdpa_forward(q, q, q, return_debug_mask=True)
     arguments = (q, q, q, None, None, 4, 4, 0.0, False, False)

@@ -8,6 +8,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import normal
 from flash_attn_deterministic.errors import DtypeError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -228,15 +229,10 @@ def layer(**options: Any) -> Any:
     return SimpleNamespace(config=config, is_causal=True, layer_idx=0, **options)
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-
 @pytest.mark.parametrize("sliding_window", [None, 8], ids=["no-window", "window"])
 def test_a_row_has_the_same_bits_padded_packed_and_alone(sliding_window: int | None) -> None:
-    q = draw(3, 4, 24, 16, seed=0)
-    k, v = (draw(3, 2, 24, 16, seed=seed) for seed in (1, 2))
+    q = normal(3, 4, 24, 16, seed=0)
+    k, v = (normal(3, 2, 24, 16, seed=seed) for seed in (1, 2))
     options = {"scaling": 0.2, "sliding_window": sliding_window, "softcap": 4.0}
     mask = padding("left").bool()
     padded, weights = ours.attention(layer(), q, k, v, mask, **options)
@@ -277,14 +273,14 @@ def test_backward_follows_the_mode(
 
     monkeypatch.setattr(autograd, "_OPS", SimpleNamespace(fwd=watched))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
-    q = draw(1, 2, 4, 16, seed=0)
+    q = normal(1, 2, 4, 16, seed=0)
     with package.deterministic_mode(enabled):
         ours.attention(layer(), q, q, q, None)
     assert seen == [enabled]
 
 
 def test_unsupported_arguments_are_refused() -> None:
-    q = draw(1, 2, 4, 16, seed=0)
+    q = normal(1, 2, 4, 16, seed=0)
     with pytest.raises(UnsupportedError, match="position_bias"):
         ours.attention(layer(), q, q, q, None, position_bias=torch.zeros(2))
     with pytest.raises(UnsupportedError, match=r"attention_mask: .* got shape \(1, 1, 4, 4\)"):

@@ -11,7 +11,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import int32
+from calls import int32, normal
 from flash_attn_deterministic.environment import REPAIR_VLLM_NORM
 from flash_attn_deterministic.errors import UnsupportedError
 
@@ -97,11 +97,6 @@ def test_vllm_accepts_it_for_batch_invariance() -> None:
     assert configuration(device_capability=(7, 5))
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-
 class Engine:
     """Two requests, their pages, and steps of any lengths."""
 
@@ -109,8 +104,8 @@ class Engine:
         self.impl = ours.DeterministicImpl(HEADS, HEAD_SIZE, 0.2, HEADS_K, **options)
         self.cache = torch.full((9, HEADS_K, PAGE, 2 * HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
         self.table = torch.tensor([[3, 1, 7], [2, 8, 5]], dtype=torch.int32)
-        self.q = draw(2, 40, HEADS, HEAD_SIZE, seed=0)
-        self.k, self.v = (draw(2, 40, HEADS_K, HEAD_SIZE, seed=seed) for seed in (1, 2))
+        self.q = normal(2, 40, HEADS, HEAD_SIZE, seed=0)
+        self.k, self.v = (normal(2, 40, HEADS_K, HEAD_SIZE, seed=seed) for seed in (1, 2))
 
     def step(self, *parts: tuple[int, int, int]) -> torch.Tensor:
         """Computes tokens [begin, end) of requests; parts are (request, begin, end)."""
@@ -225,7 +220,7 @@ def test_the_norm_is_repaired_on_request(variable: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(variable, "1")
     ours.register()
     ours.register()
-    x, residual, weight = (draw(3, 8, seed=seed) for seed in range(3))
+    x, residual, weight = (normal(3, 8, seed=seed) for seed in range(3))
     repaired: Any = layernorm.rms_norm_batch_invariant
     assert bits_equal(repaired(x, weight, 0.5), plain(x, weight, 0.5))
     out, total = repaired(x, weight, 0.5, residual)

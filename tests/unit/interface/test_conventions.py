@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +11,11 @@ import torch
 from bits import bits_equal
 from calls import CALLS, int32, normal, qkv_call
 from flash_attn_deterministic import (
-    deterministic_mode,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
 from flash_attn_deterministic.errors import DtypeError, UnsupportedError
-from flash_attn_deterministic.mode import Mode, resolve_deterministic
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -214,40 +212,3 @@ def test_a_selective_checkpoint_can_keep_attention(compiles: bool) -> None:
     # Kept: the recomputation takes the result of the first run and asks for no other.
     assert saved or compiles
     assert [one for one in saved if one.startswith("flash_attn_deterministic.bwd")] == []
-
-
-# --- deterministic algorithms -------------------------------------------------------------------
-
-
-@pytest.fixture
-def only_deterministic() -> Iterator[None]:
-    """torch.use_deterministic_algorithms(True)."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("only_deterministic")
-def test_torchs_setting_switches_the_backward() -> None:
-    off = Mode(False, 0)
-    assert resolve_deterministic(None, off)
-    assert resolve_deterministic(False, off)
-    assert not resolve_deterministic("never", off)
-
-
-def test_options_that_were_found_before_the_setting_do_not_count() -> None:
-    arguments = qkv_call().arguments
-    leaf = arguments["q"].requires_grad_()
-
-    def backward_flag() -> bool:
-        out = flash_attn_func(**arguments)
-        return bool(out.grad_fn.numbers[-1])
-
-    with deterministic_mode(False):
-        assert not backward_flag()
-        torch.use_deterministic_algorithms(True)
-        try:
-            assert backward_flag()
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert leaf.requires_grad

@@ -220,11 +220,6 @@ def test_windows_and_causal_that_mean_the_same(name: str) -> None:
 # --- torch.compile ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def dynamo() -> None:
-    torch._dynamo.reset()
-
-
 def _changed(call: Call, **changes: Any) -> Call:
     return Call(call.function, {**call.arguments, **changes})
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from backward_cases import normal_like
+from attention_cases import normal_like
 from bits import bits_equal
 from calls import CALLS, Call, int32, normal, paged_call, qkv_call, varlen_call
 from flash_attn_deterministic import deterministic_mode, explain, interface
 from flash_attn_deterministic.errors import UnsupportedError
+from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
 
 # Any: the type checker can't match unpacked arguments.
 flash_attn_func: Any = interface.flash_attn_func
@@ -101,48 +103,25 @@ def test_a_row_without_keys_ends_with_its_sink() -> None:
     torch.testing.assert_close(dsink, torch.full((4,), 6.0))
 
 
-def test_prefill_chunks_decode_pages_and_packed_have_the_same_bits() -> None:
-    """With window 24 and splits of 64; queries of two sequences in a cache, in chunks and alone."""
-    options = {"learnable_sink": SINKS, "window_size": (24, 0), "split_size": 64}
-    q, k, v = normal(2, 150, 4, 32), normal(2, 150, 2, 32, seed=1), normal(2, 150, 2, 32, seed=2)
-    whole = flash_attn_func(q, k, v, **options)
-    for begin, end in itertools.pairwise((0, 1, 63, 64, 66, 130, 150)):
-        part = flash_attn_func(q[:, begin:end], k[:, :end], v[:, :end], **options)
-        assert bits_equal(part, whole[:, begin:end])
-    table = int32(*torch.randperm(20).tolist()).view(2, 10)
-    pages = [torch.zeros(20, 16, 2, 32, dtype=q.dtype) for _ in "kv"]
-    for pool, tensor in zip(pages, (k, v), strict=True):
-        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, 10)).view(2, 10, 16, 2, 32)
-        pool[table.long()] = padded
-    for t in (0, 63, 64, 149):
-        step = flash_attn_with_kvcache(
-            q[:, t : t + 1], *pages, cache_seqlens=int32(t + 1, t + 1), block_table=table, **options
-        )
-        assert bits_equal(step, whole[:, t : t + 1])
-    starts = int32(0, 150, 300)
-    packed = flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), starts, starts, 150, 150, **options
-    )
-    assert bits_equal(packed, whole.flatten(0, 1))
+@pytest.mark.parametrize("row", ["chunk", "decode", "paged", "varlen"])
+def test_rows_of_the_contract_hold_with_sinks(row: str) -> None:
+    size = dataclasses.replace(size_of("cpu", quick=True), configs=((64, "bf16"),))
+    check = next(check for check in CHECKS if check.id == row)
+    outcome = run_check(check, dataclasses.replace(size, features=("sink",)), Attention.installed())
+    assert outcome.cases
+    assert outcome.counter_example is None
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_the_gradient_of_a_sink_adds_up_sequences_in_order(packed: bool) -> None:
+def test_the_gradient_of_a_sink_adds_up_packed_sequences_in_order() -> None:
     q, k, v = normal(3, 70, 4, 32), normal(3, 70, 2, 32, seed=1), normal(3, 70, 2, 32, seed=2)
     dout = normal_like(q)
 
     def dsink(*rows: int) -> torch.Tensor:
         leaf = SINKS.clone().requires_grad_()
-        inputs = [x[list(rows)] for x in (q, k, v)]
-        own = dout[list(rows)]
-        if packed:
-            starts = int32(*range(0, 70 * len(rows) + 1, 70))
-            flat = [x.flatten(0, 1) for x in inputs]
-            out = flash_attn_varlen_func(*flat, starts, starts, 70, 70, learnable_sink=leaf)
-            own = own.flatten(0, 1)
-        else:
-            out = flash_attn_func(*inputs, learnable_sink=leaf)
-        (found,) = torch.autograd.grad(out, leaf, own)
+        flat = [x[list(rows)].flatten(0, 1) for x in (q, k, v, dout)]
+        starts = int32(*range(0, 70 * len(rows) + 1, 70))
+        out = flash_attn_varlen_func(*flat[:3], starts, starts, 70, 70, learnable_sink=leaf)
+        (found,) = torch.autograd.grad(out, leaf, flat[3])
         return found
 
     alone = [dsink(row) for row in range(3)]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from backward_cases import normal_like
+from attention_cases import normal_like
 from bits import bits_equal
 from calls import Call, int32, kvcache_call, normal, paged_call, qkv_call, varlen_call
 from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
-from flash_attn_deterministic.errors import ArgumentError
 
 PAIRS = pytest.mark.parametrize(
     ("head_dim", "head_dim_v"), [(48, 32), (32, 48), (44, 20)], ids=["narrow", "wide", "unaligned"]
@@ -112,28 +111,6 @@ def test_vmap_and_plan() -> None:
     assert bits_equal(out[1], call())
     plan = explain(flash_attn_func, *(call.arguments[n] for n in "qkv"))
     assert plan.head_dim_v == 32
-
-
-@pytest.mark.parametrize(
-    ("make", "changes", "words"),
-    [
-        (
-            qkv_call,
-            {"v": normal(2, 8, 2, 16)},
-            r"v: expected shape \(2, 9, 2, 16\), the shape of k but for head_dim, got",
-        ),
-        (qkv_call, {"v": normal(2, 9, 2, 264)}, "v: expected a head_dim of 1 to 256, got 264"),
-        (
-            kvcache_call,
-            {"v": normal(2, 3, 2, 16)},
-            r"v: expected shape \(2, 3, 2, 32\), the shape of k, got",
-        ),
-    ],
-    ids=["tokens", "too-wide", "appended"],
-)
-def test_wrong_values_are_named(make: Any, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        make()(**changes)
 
 
 def test_rows_of_ranks_need_one_head_dim() -> None:

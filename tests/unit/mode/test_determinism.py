@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from calls import CALLS, qkv_call
-from flash_attn_deterministic import deterministic_mode
+from calls import CALLS, DIFFERENTIABLE, qkv_call
+from flash_attn_deterministic import deterministic_mode, flash_attn_func
 from flash_attn_deterministic import mode as current
 from flash_attn_deterministic.errors import (
     ArgumentTypeError,
@@ -22,7 +22,6 @@ from flash_attn_deterministic.ops import autograd
 from flash_attn_deterministic.ops.autograd import alert_atomics
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 
 
 @pytest.fixture
@@ -68,6 +67,30 @@ def test_false_follows_the_mode(value: object, enabled: bool) -> None:
     assert resolve_deterministic(value, Mode(enabled, 0)) is enabled
 
 
+@pytest.mark.usefixtures("only_deterministic")
+@pytest.mark.parametrize(("value", "wanted"), [(None, True), (False, True), ("never", False)])
+def test_torchs_setting_switches_the_backward(value: object, wanted: bool) -> None:
+    assert resolve_deterministic(value, Mode(False, 0)) is wanted
+
+
+def test_options_that_were_found_before_the_setting_do_not_count() -> None:
+    arguments = qkv_call().arguments
+    leaf = arguments["q"].requires_grad_()
+
+    def backward_flag() -> bool:
+        out = flash_attn_func(**arguments)
+        return bool(out.grad_fn.numbers[-1])
+
+    with deterministic_mode(False):
+        assert not backward_flag()
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert backward_flag()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert leaf.requires_grad
+
+
 @pytest.mark.parametrize("value", ["True", 0.5, "x" * 1000], ids=["str", "float", "long"])
 def test_deterministic_is_a_flag(value: object) -> None:
     with pytest.raises(ArgumentTypeError, match=r"deterministic: expected a bool.*, got") as caught:
@@ -75,7 +98,7 @@ def test_deterministic_is_a_flag(value: object) -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_wheel_without_deterministic_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
     steps._known_options.cache_clear()  # those found for a wheel that has them
@@ -107,7 +130,7 @@ def test_torch_warns_of_atomics() -> None:
 
 
 @pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_backward_checks_the_setting_of_torch(name: str) -> None:
     call = CALLS[name](32)
     leaf_name = "qkv" if "qkv" in call.arguments else "q"

@@ -74,13 +74,6 @@ def test_mode_is_immutable() -> None:
         get_deterministic_mode().split_size = 64  # type: ignore[misc]
 
 
-def test_block_applies_to_its_thread_only() -> None:
-    with deterministic_mode(split_size=512):
-        assert get_deterministic_mode().split_size == 512
-        assert in_thread(get_deterministic_mode).split_size == 2048
-    assert get_deterministic_mode().split_size == 2048
-
-
 def test_blocks_nest() -> None:
     with deterministic_mode(split_size=512):
         with deterministic_mode(enabled=False):
@@ -88,14 +81,6 @@ def test_blocks_nest() -> None:
             with deterministic_mode(split_size=0):
                 assert get_deterministic_mode() == Mode(True, 0)
         assert get_deterministic_mode() == Mode(True, 512)
-
-
-def test_one_object_can_be_entered_again_and_inside_itself() -> None:
-    mode = deterministic_mode(split_size=512)
-    for _ in range(2):
-        with mode, deterministic_mode(split_size=64), mode:
-            assert get_deterministic_mode().split_size == 512
-        assert get_deterministic_mode().split_size == 2048
 
 
 def test_block_is_left_by_an_exception() -> None:
@@ -144,26 +129,8 @@ def test_threads_are_independent() -> None:
     assert wrong == []
 
 
-def test_interleaved_tasks_restore_the_mode() -> None:
-    """A block must not span an await; if it does, the mode is still restored."""
-    seen: list[int] = []
-
-    async def task(split_size: int, turns: int) -> None:
-        with deterministic_mode(split_size=split_size):
-            for _ in range(turns):
-                await asyncio.sleep(0)
-        seen.append(get_deterministic_mode().split_size)
-
-    async def both() -> None:
-        await asyncio.gather(task(64, 1), task(128, 3))
-
-    asyncio.run(both())
-    assert seen == [128, 2048]  # the other's, while it lasts
-    assert get_deterministic_mode() == Mode(True, 2048)
-    assert private.get_state(current._KEY) is None
-
-
 def test_blocks_left_in_any_order() -> None:
+    """As generators and tasks leave them whose blocks span a yield or an await."""
     blocks = {size: deterministic_mode(split_size=size) for size in (64, 128, 192)}
     for block in blocks.values():
         block.__enter__()
@@ -174,32 +141,9 @@ def test_blocks_left_in_any_order() -> None:
     assert private.get_state(current._KEY) is None
 
 
-def test_interleaved_generators_restore_the_mode() -> None:
-    def generator(split_size: int) -> Iterator[int]:
-        with deterministic_mode(split_size=split_size):
-            yield get_deterministic_mode().split_size
-
-    first, second = generator(64), generator(128)
-    assert [next(first), next(second)] == [64, 128]
-    assert next(first, None) is None
-    assert get_deterministic_mode().split_size == 128
-    assert next(second, None) is None
-    assert get_deterministic_mode().split_size == 2048
-
-
 def _holder(split_size: int) -> Iterator[int]:
     with deterministic_mode(split_size=split_size):
         yield get_deterministic_mode().split_size
-
-
-def test_generator_closed_by_another_thread() -> None:
-    held = _holder(64)
-    assert next(held) == 64
-    in_thread(lambda: next(held, None))
-    assert get_deterministic_mode() == Mode(True, 2048)
-    assert private.get_state(current._KEY) is None
-    set_deterministic_mode(split_size=512)
-    assert get_deterministic_mode() == Mode(True, 512)
 
 
 def test_generator_collected_by_another_thread() -> None:
@@ -233,10 +177,17 @@ def test_another_thread_ends_a_block_inside_its_own() -> None:
 
     assert in_thread(other) == (128, 2048)
     assert get_deterministic_mode() == Mode(True, 2048)
+    assert private.get_state(current._KEY) is None
+    set_deterministic_mode(split_size=512)
+    assert get_deterministic_mode() == Mode(True, 512)
 
 
-def test_one_object_in_two_threads() -> None:
+def test_one_object_can_be_entered_again_inside_itself_and_in_another_thread() -> None:
     mode = deterministic_mode(split_size=64)
+    for _ in range(2):
+        with mode, deterministic_mode(split_size=128), mode:
+            assert get_deterministic_mode().split_size == 64
+        assert get_deterministic_mode().split_size == 2048
 
     def other() -> list[int]:
         sizes = []
@@ -619,6 +570,8 @@ def test_compiled_function_follows_the_mode() -> None:
     counted.check(64, 3)
     set_deterministic_mode(False)
     counted.check(0, 4)
+    Checked(lambda q, k, v: flash_attn_func(q, k, v, split_size=128)).check(128, 1)
+    Checked(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
 
 
 def test_compiled_function_follows_the_mode_of_its_thread() -> None:
@@ -665,10 +618,6 @@ def test_block_inside_a_compiled_function() -> None:
             assert get_deterministic_mode().split_size == around
         for out, split_size in zip(outs, (around, 128, around), strict=True):
             assert bits_equal(out, expected(split_size))
-
-
-def test_decorated_function_compiles() -> None:
-    Checked(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
 
 
 def test_compiled_function_that_is_decorated() -> None:
@@ -730,10 +679,6 @@ def test_block_in_a_compiled_function_nests_in_any_mode() -> None:
     with deterministic_mode(split_size=64):
         counted.check(128, counted.count + 1)
         assert get_deterministic_mode() == Mode(True, 64)
-
-
-def test_compiled_call_with_a_split_size() -> None:
-    Checked(lambda q, k, v: flash_attn_func(q, k, v, split_size=128)).check(128, 1)
 
 
 def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:

@@ -7,17 +7,25 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from attention_cases import make_inputs
-from backward_cases import autograd_gradients, normal_like
+from attention_cases import autograd_gradients, make_inputs, normal_like
 from bits import all_equal, bits_equal
-from calls import CALLS, Call, Counted, int32, paged_call, qkv_call, unpacked, varlen_call
+from calls import (
+    CALLS,
+    DIFFERENTIABLE,
+    Call,
+    Counted,
+    int32,
+    paged_call,
+    qkv_call,
+    unpacked,
+    varlen_call,
+)
 from flash_attn_deterministic import deterministic_mode, flash_attn_func, reference
 from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.errors import UnsupportedError
 from flash_attn_deterministic.schemas import BACKWARD
 
-NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
-names = pytest.mark.parametrize("name", NAMES)
+names = pytest.mark.parametrize("name", DIFFERENTIABLE)
 head_dims = pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
 TENSORS = ("q", "k", "v", "qkv", "kv")
 
@@ -44,7 +52,7 @@ def gradients(
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
 @head_dims
-@pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "packed" in name])
 def test_packed_tensors_get_the_gradients_of_their_parts(
     name: str, head_dim: int, dropout_p: float
 ) -> None:
@@ -59,7 +67,7 @@ def test_packed_tensors_get_the_gradients_of_their_parts(
         assert bits_equal(packed["kv"], torch.stack([parts[n] for n in "kv"], dim))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "packed" in name])
 def test_gradient_of_a_packed_tensor_is_not_copied(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,11 +274,6 @@ def test_refused_backward_checks_for_its_kernel(name: str, monkeypatch: pytest.M
 
 
 # --- torch.compile ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dynamo() -> None:
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -1,23 +1,21 @@
-"""The backward of the reference, against gradcheck and autograd."""
+"""The backward of the reference, against autograd of the definition."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Inputs, definition, make_inputs
-from backward_cases import BackwardCall, make_backward, normal_like
+from attention_cases import Inputs, definition, drawn, make_inputs, normal_like
 from bits import all_equal
-from contract_cases import cumulative, make_call
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import (
     Formats,
     attention,
     attention_backward,
-    varlen_attention,
-    varlen_attention_backward,
 )
+from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
 
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.3], [0.1, 0.2, 0.4, 0.8]])
 RNG = torch.tensor([2**61 + 5, 77])
@@ -41,48 +39,6 @@ shapes = pytest.mark.parametrize(
 )
 
 
-# --- gradcheck ----------------------------------------------------------------------------------
-
-
-class _Reference(torch.autograd.Function):
-    """The reference's gradients as those of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], starts: Any, *inputs: torch.Tensor) -> Any:
-        function: Any = varlen_attention if starts else attention
-        results = function(*inputs, *starts, **options)
-        ctx.save_for_backward(*inputs, *results)
-        ctx.call = options, starts
-        return results[0]
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        options, starts = ctx.call
-        function: Any = varlen_attention_backward if starts else attention_backward
-        return None, None, *function(dout, *ctx.saved_tensors, *starts, **options)
-
-
-attend: Any = _Reference.apply
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
-@features
-def test_gradcheck(feature: str, dropout_p: float) -> None:
-    options = {**FEATURES[feature], "softmax_scale": SCALE}
-    options |= {"dropout_p": dropout_p, "rng_state": RNG}
-    inputs = [x.requires_grad_() for x in make_inputs(2, 3, 4, 4, 2, 4, torch.float64)]
-    assert torch.autograd.gradcheck(lambda *qkv: attend(options, (), *qkv), inputs)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
-def test_gradcheck_of_packed_sequences(dropout_p: float) -> None:
-    starts = cumulative([3, 0, 4, 1]), cumulative([2, 3, 5, 0])
-    options = {"softmax_scale": SCALE, "causal": True, "dropout_p": dropout_p, "rng_state": RNG}
-    shapes = ((8, 2, 4), (10, 1, 4), (10, 1, 4))
-    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    assert torch.autograd.gradcheck(lambda *qkv: attend(options, starts, *qkv), inputs)
-
-
 # --- autograd of the definition -----------------------------------------------------------------
 
 
@@ -94,32 +50,38 @@ def _reference(inputs: Inputs, dout: torch.Tensor, **options: Any) -> Inputs:
 @features
 @heads
 @shapes
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
 def test_float64_is_the_definition(
-    feature: str, nheads_k: int, seqlen_q: int, seqlen_k: int
+    feature: str, nheads_k: int, seqlen_q: int, seqlen_k: int, dropout_p: float
 ) -> None:
     options = FEATURES[feature]
     inputs = make_inputs(2, seqlen_q, seqlen_k, 4, nheads_k, 8, torch.float64)
     dout = normal_like(inputs[0])
-    expected = definition(inputs[0], SCALE, **options).gradients(*inputs, dout)
-    for ours, exact in zip(_reference(inputs, dout, **options), expected, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+    exact = definition(inputs[0], SCALE, **options)
+    if dropout_p:
+        places = torch.arange(2), torch.arange(4), (0, seqlen_q), (0, seqlen_k)
+        keep = keep_mask(RNG, dropout_p, *places)
+        # The probability of keeping has 32 bits, as in the kernels.
+        exact = replace(exact, dropout_p=1 - keep_probability(dropout_p), keep=keep)
+    found = _reference(inputs, dout, **options, dropout_p=dropout_p, rng_state=RNG)
+    for ours, wanted in zip(found, exact.gradients(*inputs, dout), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
 # --- Rows and keys without each other -----------------------------------------------------------
 
 
 def test_rows_without_a_key_contribute_nothing() -> None:
-    call = make_backward("causal", 2, 9, 4)
-    dq, dk, dv = call()
+    call = drawn("causal", 2, 9, 4)
+    dq, dk, dv = call.gradients().values()
     assert dq[:, :5].abs().max() == 0
     assert dq[:, 5:].abs().max() > 0
     call.dout[:, :5] = float("nan")
-    assert all_equal(call(), (dq, dk, dv))
+    assert all_equal(call.gradients().values(), (dq, dk, dv))
 
 
 def test_keys_that_no_row_sees_have_zero_gradients() -> None:
-    call = BackwardCall.of(make_call("window", 1, 3, 65))
-    _, dk, dv = call()
+    _, dk, dv = drawn("window", 1, 3, 65).gradients().values()
     for tensor in (dk, dv):
         assert tensor[:, :40].abs().max() == 0
         assert not tensor[:, :40].signbit().any()

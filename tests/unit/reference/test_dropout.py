@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
-from calls import CALLS, int32, normal, paged_call, varlen_call
+from calls import CALLS, DIFFERENTIABLE, int32, normal, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.reference import attention
 from flash_attn_deterministic.reference.dropout import (
@@ -133,8 +133,6 @@ def test_largest_kept_byte(dropout_p: float, limit: int) -> None:
 
 # --- Calls --------------------------------------------------------------------------------------
 
-DROPOUT = [name for name in CALLS if name != "flash_attn_with_kvcache"]
-
 
 def _seeded(call: Any, **options: Any) -> Any:
     torch.manual_seed(options.pop("seed", 0))
@@ -142,7 +140,7 @@ def _seeded(call: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_seed_of_torch_decides(name: str, head_dim: int) -> None:
     call = CALLS[name](head_dim)
     out = _seeded(call, dropout_p=0.3)
@@ -152,14 +150,14 @@ def test_seed_of_torch_decides(name: str, head_dim: int) -> None:
     assert not bits_equal(out, call())
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_no_dropout_draws_nothing(name: str) -> None:
     before = torch.get_rng_state()
     CALLS[name](32)()
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_softmax_lse_is_that_of_all_weights(name: str) -> None:
     call = CALLS[name](32)
     _, softmax_lse, _ = call(return_attn_probs=True)
@@ -290,7 +288,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_does_not_depend_on_torch_settings(name: str, around: str) -> None:
-    options = {"dropout_p": 0.3} if name in DROPOUT else {}
+    options = {"dropout_p": 0.3} if name in DIFFERENTIABLE else {}
     call, inside = CALLS[name](32), CALLS[name](32)
     expected = _seeded(call, **options, **call.lse())
     with AROUND[around]():
@@ -311,7 +309,7 @@ def test_backward_does_not_depend_on_torch_settings(around: str) -> None:
     assert bits_equal(found, gradient)
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_s_dmask_of_tensors_without_data(name: str) -> None:
     call = CALLS[name](32)
     _, _, expected = call(dropout_p=0.3, return_attn_probs=True)
