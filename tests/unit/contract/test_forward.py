@@ -1,67 +1,77 @@
-"""What the reference's bits don't depend on, besides the rows of `verify`'s contract."""
+"""What a row's bits don't depend on, besides the rows of `verify`'s contract."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from attention_cases import drawn
 from bits import all_equal, bits_equal
-from contract_cases import BLOCK_N, CAUSAL, FEATURES, Call, make_call, rows_of
-from flash_attn_deterministic.reference import State, batch, forward, kvcache_attention, merge_state
-from flash_attn_deterministic.verify.contract.call import garbage
+from flash_attn_deterministic.reference import State, attention, batch, forward, merge_state
+from flash_attn_deterministic.verify.contract.call import Tensors, garbage, rows
+from flash_attn_deterministic.verify.features import CAUSAL, OF_CONTRACT
 
-features = pytest.mark.parametrize("feature", FEATURES)
-causal_features = pytest.mark.parametrize("feature", CAUSAL)
+features = pytest.mark.parametrize("feature", OF_CONTRACT)
+causal_features = pytest.mark.parametrize(
+    "feature", [name for name in OF_CONTRACT if name in CAUSAL]
+)
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Whether results of the same names have the same bits."""
+    return all_equal(left.values(), [right[name] for name in left])
+
+
 # --- chunk --------------------------------------------------------------------------------------
 
 
 @causal_features
 def test_chunks_of_every_length(feature: str) -> None:
-    call = make_call(feature, 1, 35, 67)
-    # Queries at the end of longer keys.
+    """Queries at the end of longer keys."""
+    call = drawn(feature, 1, 35, 67)
     whole = call()
     for begin in range(0, 35, 5):
         for size in (1, 2, 3, 16, 17):
             end = min(begin + size, 35)
-            keys = end + 67 - 35
-            chunk = replace(call, q=call.q[:, begin:end], k=call.k[:, :keys], v=call.v[:, :keys])
-            assert all_equal(rows_of(whole, begin, end), chunk())
+            chunk = call.queries(begin, end).keys(end + 67 - 35)
+            assert same(chunk(), rows(whole, begin, end))
 
 
 @causal_features
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_cache_filled_in_chunks(feature: str, interleaved: bool) -> None:
     """Appending all tokens at once, some at a time or one by one, with rotary embedding."""
-    call = make_call(feature, 2, 67, 67)
+    call = drawn(feature, 2, 67, 67)
     angle = torch.arange(80.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.02])
+    options: dict[str, Any] = {
+        "rotary_cos": angle.cos().to(call.q.dtype),
+        "rotary_sin": angle.sin().to(call.q.dtype),
+        "rotary_interleaved": interleaved,
+        "return_softmax_lse": True,
+        **call.keywords,
+    }
     results = []
     for cuts in ([0, 67], [0, 15, 16, 49, 67], [0, 1, 2, 3, 64, 65, 66, 67]):
-        k_cache, v_cache = (
-            garbage((2, 80, 2, 16), call.q),
-            garbage((2, 80, 2, 16), call.q),
-        )
+        caches = [garbage((2, 80, 2, 16), call.q) for _ in "kv"]
         chunks = [
-            kvcache_attention(
+            call.attention.kvcache(
                 call.q[:, begin:end],
-                k_cache,
-                v_cache,
+                *caches,
                 call.k[:, begin:end],
                 call.v[:, begin:end],
                 cache_seqlens=begin,
-                rotary_cos=angle.cos().to(call.q.dtype),
-                rotary_sin=angle.sin().to(call.q.dtype),
-                rotary_interleaved=interleaved,
-                **call.keyword_arguments(),
+                **options,
             )
             for begin, end in itertools.pairwise(cuts)
         ]
         out, softmax_lse = zip(*chunks, strict=True)
-        results.append((torch.cat(out, dim=1), torch.cat(softmax_lse, dim=2), k_cache, v_cache))
+        results.append((torch.cat(out, dim=1), torch.cat(softmax_lse, dim=2), *caches))
     for result in results[1:]:
-        assert all(bits_equal(a, b) for a, b in zip(results[0], result, strict=True))
+        assert all_equal(results[0], result)
 
 
 # --- decode -------------------------------------------------------------------------------------
@@ -69,10 +79,9 @@ def test_cache_filled_in_chunks(feature: str, interleaved: bool) -> None:
 
 @causal_features
 def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
-    call = make_call(feature, 2, 67, 67).rows(66, 67)
-    left, _ = call.options.get("window", (-1, -1))
-    other = replace(call, options={**call.options, "causal": False, "window": (left, -1)})
-    assert all_equal(call(), other())
+    call = drawn(feature, 2, 67, 67).queries(66, 67)
+    left, _ = call.options.get("window_size", (-1, -1))
+    assert same(call(), call.with_options(causal=False, window_size=(left, -1))())
 
 
 # --- heads --------------------------------------------------------------------------------------
@@ -80,10 +89,10 @@ def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", ["alibi", "everything"])
 def test_slopes_per_head_are_slopes_per_batch_and_head(feature: str) -> None:
-    call = make_call(feature, 2, 9, 70)
+    call = drawn(feature, 2, 9, 70)
     assert call.slopes is not None
     per_head = call.slopes[0]
-    assert all_equal(
+    assert same(
         replace(call, slopes=per_head)(), replace(call, slopes=torch.stack([per_head] * 2))()
     )
 
@@ -107,12 +116,11 @@ def test_tiles(
     feature: str, length: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each row is a walk of its own here, which takes long: only the last rows.
-    call = make_call(feature, 1, length, length)
-    call = replace(call, q=call.q[:, -20:])
+    call = drawn(feature, 1, length, length).queries(max(0, length - 20), length)
     usual = call()
     monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
     monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
-    assert all_equal(usual, call())
+    assert same(usual, call())
 
 
 def normalise_and_keep_the_sign_of_zero(
@@ -132,11 +140,11 @@ def test_hidden_blocks_do_not_change_the_sign_of_zero(
     v[:, :4] = 1.0
     # This key's score makes all others vanish, and its value gives -0.
     k[:, 5], v[:, 5] = 1000.0, -0.0
-    call = Call(q, k, v, options={"window": (4, 0), "block_n": 4, "split_size": split_size})
-    row = slice(8, 9)
+    options: dict[str, Any] = {"window": (4, 0), "block_n": 4, "split_size": split_size}
 
     def alone_and_together() -> tuple[torch.Tensor, torch.Tensor]:
-        return call.rows(8, 9)()[0], call()[0][:, row]
+        alone, _ = attention(q[:, 8:9], k[:, :9], v[:, :9], **options)
+        return alone, attention(q, k, v, **options)[0][:, 8:9]
 
     alone, together = alone_and_together()
     assert bits_equal(alone, together)
@@ -151,8 +159,7 @@ def test_nan_is_always_the_same() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for head_dim in (1, 7, 8, 40):
             ones = torch.ones(1, 3, 1, head_dim, dtype=dtype)
-            call = Call(ones, garbage(ones.shape, ones), ones, options={"block_n": 4})
-            out, _ = call()
+            out, _ = attention(ones, garbage(ones.shape, ones), ones, block_n=4)
             assert bits_equal(out, torch.full_like(out, math.nan))
 
 
@@ -160,14 +167,15 @@ def test_nan_is_always_the_same() -> None:
 
 
 def test_other_blocks_give_other_bits() -> None:
-    call = make_call("causal", 2, 20, 129)
-    assert not all_equal(call(), replace(call, options={**call.options, "block_n": 2 * BLOCK_N})())
+    call = drawn("causal", 2, 20, 129)
+    results = (attention(call.q, call.k, call.v, causal=True, block_n=size) for size in (16, 32))
+    assert not all_equal(*results)
 
 
 def test_positions_count_from_the_sequence_start() -> None:
     """The same visible keys, but not at the same place within their blocks."""
-    call = make_call("causal-window", 2, 1, 129)
-    assert not all_equal(call(), replace(call, k=call.k[:, 1:], v=call.v[:, 1:])())
+    call = drawn("window-right-0", 2, 1, 129)
+    assert not same(call(), replace(call, k=call.k[:, 1:], v=call.v[:, 1:])())
 
 
 def test_merging_in_another_order_gives_other_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import all_equal, bits_equal
 from calls import int32
-from contract_cases import cumulative, padded, paged
 from flash_attn_deterministic.reference import attention, ieee, kvcache_attention, varlen_attention
 from flash_attn_deterministic.verify.contract.call import garbage
 from flash_attn_deterministic.verify.exact import rotated
@@ -26,6 +26,42 @@ drawn = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    return int32(*itertools.accumulate(lengths, initial=0))
+
+
+def padded(tokens: torch.Tensor, capacity: int, leftpad: int = 0) -> torch.Tensor:
+    """Puts (batch, seqlen, ...) into a longer buffer, with garbage before and after."""
+    buffer = garbage((tokens.shape[0], capacity, *tokens.shape[2:]), tokens)
+    buffer[:, leftpad : leftpad + tokens.shape[1]] = tokens
+    return buffer
+
+
+def paged(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], page: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Puts sequences (seqlen, nheads_k, head_dim) into shuffled pages, garbage everywhere else.
+
+    Returns:
+        k and v (num_pages, page, nheads_k, head_dim), and the block table, whose entries beyond a
+        sequence's pages name a page of garbage.
+    """
+    counts = [-(-len(tokens) // page) for tokens in keys]
+    spare = sum(counts)
+    order = torch.randperm(spare, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(keys), max(counts) + 2), spare, dtype=torch.int32)
+    pages_k = garbage((spare + 1, page, *keys[0].shape[1:]), keys[0])
+    pages_v = pages_k.clone()
+    for sequence, count in enumerate(counts):
+        for i in range(count):
+            number = order.pop()
+            table[sequence, i] = number
+            for pages, tokens in ((pages_k, keys[sequence]), (pages_v, values[sequence])):
+                part = tokens[i * page : (i + 1) * page]
+                pages[number, : len(part)] = part
+    return pages_k, pages_v, table
 
 
 def assert_close(
