@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DtypeError, UnsupportedError
-from ..schemas import WITH_RESIDUAL, argument_names, parts_of
+from ..schemas import BACKWARD, FORWARD, argument_names, parts_of
 from . import kernels, numbers, values
 from .describe import shown
 from .tensors import (
@@ -54,7 +54,7 @@ def validate(op: str, arguments: Sequence[Any], read_values: bool = False) -> No
         read_values: whether to check the values of lengths and indices too, of CPU tensors.
     """
     given = dict(zip(argument_names(op), arguments, strict=False))
-    _VALIDATORS[op.removesuffix(WITH_RESIDUAL)](given)
+    _VALIDATORS[op](given)
     if read_values:
         values.check_values(given, names_of(given))
 
@@ -390,15 +390,9 @@ def _rotary(given: Given, capacity: int, seqlens: int | torch.Tensor | None) -> 
 
 
 _VALIDATORS: dict[str, Callable[[Given], None]] = {
-    "fwd": _forward,
-    "varlen_fwd": _forward,
-    "qkvpacked_fwd": _forward,
-    "varlen_qkvpacked_fwd": _forward,
+    **dict.fromkeys(FORWARD, _forward),
+    **dict.fromkeys(BACKWARD, _backward),
     "kvcache_fwd": _cache,
-    "bwd": _backward,
-    "varlen_bwd": _backward,
-    "qkvpacked_bwd": _backward,
-    "varlen_qkvpacked_bwd": _backward,
     "varlen_bwd_sums": _sums,
     "finish_key_sums": _finish,
     "sink_bwd": _sink,

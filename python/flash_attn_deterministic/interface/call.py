@@ -233,7 +233,7 @@ def _check_no_gradient(inputs: tuple[Any, ...], lengths: Lengths) -> None:
     forward alone works.
     """
     name = without_backward(lengths)
-    if name and wants_gradient(inputs):
+    if name and has_backward(inputs, None):
         raise UnsupportedError(
             f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
             f"under torch.no_grad(), or pass packed sequences without {name}"
@@ -250,13 +250,9 @@ def without_backward(lengths: Lengths) -> str:
 
 def has_backward(inputs: tuple[Any, ...], lengths: Lengths | None) -> bool:
     """Returns whether a backward can follow a call."""
-    return wants_gradient(inputs) and (lengths is None or not without_backward(lengths))
-
-
-def wants_gradient(inputs: tuple[Any, ...]) -> bool:
-    """Returns whether autograd records a call of these tensors."""
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    return wanted and torch.is_grad_enabled()
+    recorded = wanted and torch.is_grad_enabled()
+    return recorded and (lengths is None or not without_backward(lengths))
 
 
 def draw_rng_state(device: torch.device) -> torch.Tensor:

@@ -54,14 +54,11 @@ def keep_mask(
     tiles_r = torch.arange(row, -(-rows[1] // _TILE_ROWS), device=rng_state.device)
     tiles_c = torch.arange(key, -(-keys[1] // _TILE_KEYS), device=rng_state.device)
     random = _random_bytes(rng_state, sequences, heads, tiles_r, tiles_c)
-    first_row, first_key = rows[0] - row * _TILE_ROWS, keys[0] - key * _TILE_KEYS
-    random = random[
-        :,
-        :,
-        first_row : first_row + rows[1] - rows[0],
-        first_key : first_key + keys[1] - keys[0],
-    ]
-    return random <= largest_kept_byte(dropout_p)
+    own_rows, own_keys = (
+        slice(begin - first, end - first)
+        for (begin, end), first in ((rows, row * _TILE_ROWS), (keys, key * _TILE_KEYS))
+    )
+    return random[:, :, own_rows, own_keys] <= largest_kept_byte(dropout_p)
 
 
 def _random_bytes(
