@@ -1,4 +1,7 @@
-"""keep_residual on the GPU: the same out, a better dq, and the bits that the contract promises."""
+"""keep_residual on the GPU: the same out, and the bits that the contract promises.
+
+That dq is better is for `verify`'s accuracy to say.
+"""
 
 from __future__ import annotations
 
@@ -108,34 +111,6 @@ def test_lse_stays(head_dim: int, dtype: str) -> None:
     step = torch.finfo(DTYPES[dtype]).eps * out.double().abs() / 2 + 2**-24
     assert bool((residual.double().abs() <= step).all())
     assert (restored(out, residual).double() - wanted).norm() < (out.double() - wanted).norm()
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_of_dq_on_uniform_inputs(head_dim: int, dtype: str) -> None:
-    """All values in [0, 1), where rounding of out makes up most of dq's error."""
-    call = draw_call(head_dim, dtype, batch=1, seqlen_q=2048, nheads=2)
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (
-        torch.rand(x.shape, generator=generator, device="cuda").to(x.dtype)
-        for x in (call.q, call.k, call.v, call.dout)
-    )
-    call = GradientCall(q, k, v, dout)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    qd, kd, vd = (x.repeat_interleave(2 // x.shape[2], 2).transpose(1, 2) for x in leaves)
-    out = torch.softmax(qd @ kd.transpose(2, 3) * head_dim**-0.5, -1) @ vd
-    (wanted,) = torch.autograd.grad(out.transpose(1, 2), leaves[:1], dout.double())
-
-    def error() -> float:
-        return float((call()[0].double() - wanted).norm() / wanted.norm())
-
-    kept = error()
-    with deterministic_mode(keep_residual=False):
-        without = error()
-    print(
-        f"dq's error at head dim {head_dim}, {dtype}: {without:.4f}, with the residual {kept:.4f}"
-    )
-    assert kept < 0.5 * without
 
 
 @pairwise(

@@ -13,7 +13,6 @@ from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.integrations import torch as provider_module
-from flash_attn_deterministic.ops import autograd
 from torch.nn import attention
 
 # Any, because the type checker can't match unpacked arguments.
@@ -229,25 +228,19 @@ def test_what_a_generator_computes_over_pages_has_the_bits_of_the_trainer() -> N
 @pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
 @pytest.mark.parametrize("torch_setting", [True, False], ids=["deterministic-only", "any"])
 def test_backward_is_deterministic_by_mode_or_setting_of_torch(
-    enabled: bool, torch_setting: bool, monkeypatch: pytest.MonkeyPatch
+    enabled: bool,
+    torch_setting: bool,
+    backward_calls: list[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[bool] = []
-    original = torch.ops.flash_attn_deterministic.bwd
-
-    class Ops:
-        def bwd(self, *arguments: Any) -> Any:
-            seen.append(arguments[-3])
-            return original(*arguments)
-
     q = normal(1, 4, 2, 32)
     out, lse, *random = (
         provider.sdpa_forward(q, q, q)[:2] + (torch.zeros(2, dtype=torch.uint64),) * 2
     )
-    monkeypatch.setattr(autograd, "_OPS", Ops())
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_setting)
     with deterministic_mode(enabled):
         provider.sdpa_backward(out, q, q, q, out, lse, None, None, 2, 2, 0.0, False, *random)
-    assert seen == [enabled or torch_setting]
+    assert backward_calls == [("bwd", enabled or torch_setting)]
 
 
 def test_unsupported_arguments_are_refused() -> None:

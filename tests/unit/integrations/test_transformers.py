@@ -14,8 +14,6 @@ from flash_attn_deterministic.errors import DtypeError, UnsupportedError
 transformers = pytest.importorskip("transformers")
 
 from flash_attn_deterministic.integrations import transformers as integration  # noqa: E402
-from flash_attn_deterministic.ops import autograd  # noqa: E402
-from flash_attn_deterministic.schemas import argument_names  # noqa: E402
 
 # Any, because the type checker can't match unpacked arguments.
 ours: Any = integration
@@ -262,21 +260,17 @@ def test_a_row_has_the_same_bits_padded_packed_and_alone(sliding_window: int | N
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
 def test_backward_follows_the_mode(
-    variable: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    enabled: bool,
+    backward_calls: list[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[bool] = []
-    op = torch.ops.flash_attn_deterministic.fwd
-
-    def watched(*arguments: Any) -> Any:
-        seen.append(arguments[argument_names("fwd").index("deterministic_bwd")])
-        return op(*arguments)
-
-    monkeypatch.setattr(autograd, "_OPS", SimpleNamespace(fwd=watched))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
-    q = normal(1, 2, 4, 16, seed=0)
+    q = normal(1, 2, 4, 16).requires_grad_()
     with package.deterministic_mode(enabled):
-        ours.attention(layer(), q, q, q, None)
-    assert seen == [enabled]
+        out, _ = ours.attention(layer(), q, q, q, None)
+    torch.autograd.backward(out.sum())
+    assert backward_calls == [("bwd", enabled)]
 
 
 def test_unsupported_arguments_are_refused() -> None:

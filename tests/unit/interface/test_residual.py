@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,18 @@ import pytest
 import torch
 from attention_cases import definition, softmax_attention
 from bits import bits_equal
-from calls import CALLS, int32, normal
+from calls import CALLS, normal
 from flash_attn_deterministic import (
     checkpoint_contexts,
     deterministic_mode,
     explain,
     flash_attn_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
 )
 from flash_attn_deterministic.errors import UnsupportedError
 from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.reference import attention, restored, with_residual
+from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
 from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.flash_attn_deterministic
@@ -102,31 +103,22 @@ def test_residual_makes_out_more_exact(dtype: torch.dtype) -> None:
     assert (restored(out, residual) - exact).norm() < (out - exact).norm()
 
 
-def test_packed_forms_give_the_bits_of_the_dense_one() -> None:
-    inputs, dout = _inputs()
-    starts_q, starts_k = int32(0, 70, 140), int32(0, 150, 300)
+def test_gradients_keep_their_row_of_the_contract() -> None:
+    """Batch, packing, groups of heads."""
+    size = dataclasses.replace(size_of("cpu", quick=True), configs=((32, "bf16"),))
+    check = next(check for check in CHECKS if check.id == "backward")
     with KEPT:
-        dense = _run(_causal, inputs, dout)
-        packed = _run(
-            lambda q, k, v: flash_attn_varlen_func(
-                q, k, v, starts_q, starts_k, 70, 150, causal=True
-            ),
-            tuple(x.flatten(0, 1) for x in inputs),
-            dout.flatten(0, 1),
-        )
-        qkv = normal(2, 70, 3, 4, 32)
+        outcome = run_check(check, size, Attention.installed())
+    assert outcome.cases
+    assert outcome.counter_example is None
+
+
+def test_gradient_of_one_tensor_is_that_of_its_parts() -> None:
+    qkv, dout = normal(2, 70, 3, 4, 32), _inputs()[1]
+    with KEPT:
         one = _run(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), (qkv,), dout)
         parts = _run(_causal, qkv.unbind(2), dout)
-    assert _differ(tuple(x.flatten(0, 1) for x in dense), packed) == []
     assert bits_equal(one[1], torch.stack(parts[1:], 2))
-
-
-def test_sequence_alone_has_the_bits_of_the_batch() -> None:
-    inputs, dout = _inputs()
-    with KEPT:
-        batch = _run(_causal, inputs, dout)
-        alone = _run(_causal, tuple(x[1:] for x in inputs), dout[1:])
-    assert _differ(tuple(x[1:] for x in batch), alone) == []
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
