@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -54,22 +53,17 @@ def prepare(
     wanted = pin.patched_tree_sha256 if patched else pin.tree_sha256
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(dest.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another build may be at the same folder
-            if not _holds(dest, wanted):
-                with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
-                    tree = Path(work, "new")
-                    if (found := _make(tree, pin, patches, environ)) != wanted:
-                        raise RefusedError(
-                            f"{pin.path}: expected a tree of sha256 {wanted}, but release and "
-                            f"patches make {found}; look at what they change, then {REFRESH}"
-                        )
-                    if dest.exists():
-                        dest.rename(Path(work, "old"))
-                    tree.rename(dest)
-        finally:
-            os.close(lock)
+        if not _holds(dest, wanted):
+            with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
+                tree = Path(work, "new")
+                if (found := _make(tree, pin, patches, environ)) != wanted:
+                    raise RefusedError(
+                        f"{pin.path}: expected a tree of sha256 {wanted}, but release and "
+                        f"patches make {found}; look at what they change, then {REFRESH}"
+                    )
+                if dest.exists():
+                    dest.rename(Path(work, "old"))
+                tree.rename(dest)
     except OSError as error:
         raise ToolchainError(
             f"{dest}: cannot be written ({error.strerror}); free some space, or choose another "

@@ -14,7 +14,6 @@ from .fetch import download
 from .pin import Pin
 
 SOURCE_VARIABLE = "FLASH_ATTENTION_SOURCE"
-CACHE_VARIABLE = "FLASH_ATTENTION_CACHE"
 # What of upstream's tree is used, and where it lies in a prepared one.
 FOLDERS = {
     "csrc/flash_attn/src": "flash_attn/src",
@@ -41,9 +40,8 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
                 f"unset {SOURCE_VARIABLE} to have it fetched"
             )
         return path
-    caches = Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "flash-attn-deterministic")
-    path = Path(environ.get(CACHE_VARIABLE) or caches, f"{pin.sha256}.tar.gz")
-    path = path.expanduser().absolute()
+    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "flash-attn-deterministic")
+    path = (cache / f"{pin.sha256}.tar.gz").expanduser().absolute()
     try:
         if path.is_file() and sha256_of(path) == pin.sha256:
             return path
@@ -54,7 +52,7 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
     except OSError as error:
         raise ToolchainError(
             f"{path}: cannot be written ({error.strerror}); free some space, or set "
-            f"{CACHE_VARIABLE} to a folder with room that you may write to"
+            "XDG_CACHE_HOME to a folder with room that you may write to"
         ) from error
     return path
 

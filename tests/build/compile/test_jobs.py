@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import jobs
 from flash_attn_build.errors import SettingError
-from flash_attn_build.files import ROOT
 
 
 def system(root: Path, contents: dict[str, str]) -> Path:
@@ -74,15 +71,3 @@ def test_the_limits_of_a_container_count(
     tmp_path: Path, contents: dict[str, str], expected: int
 ) -> None:
     assert jobs.count({}, system(tmp_path, memory(100) | contents)) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "status", "said"),
-    [("3", 0, "3\n"), ("many", SettingError.exit_code, "error: MAX_JOBS")],
-)
-def test_command(given: str, status: int, said: str) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": given}
-    command = [sys.executable, "-m", "flash_attn_build.compile.jobs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert done.returncode == status
-    assert (done.stdout or done.stderr).startswith(said)

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import release_samples
 from flash_attn_build.compile import sources
-from flash_attn_build.files import ROOT
 
 
 @pytest.fixture
@@ -53,10 +48,3 @@ def test_a_tree_that_lacks_a_part(tree: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no such file"):
             sources.digests(tree)
         kept.rename(path)
-
-
-def test_the_command_prints_what_cmake_reads() -> None:
-    command = [sys.executable, "-m", "flash_attn_build.compile.sources"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    said = subprocess.check_output(command, text=True, env=environ)
-    assert json.loads(said) == sources.digests()

@@ -47,6 +47,8 @@ def run(project: Project, out: Path, *options: str) -> int:
 
 
 def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
+    (project.dist / "dev").mkdir()
+    shutil.copy(project.wheel, project.dist / "dev")  # is no candidate
     assert run(project, out) == 0
     wheel = project.wheel.name
     assert sorted(path.name for path in (out / "assets").iterdir()) == [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
 from flash_attn_build.upstream.__main__ import main
 from flash_attn_build.upstream.pin import Pin, load_pin
-from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, cutlass_licence, prepare
+from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, cutlass_licence
 from flash_attn_build.upstream.source import LICENCE
 from upstream_samples import FILES, FIRST, HEADER, PATCH, PREPARED, VERSION, sha256, tree_of
 
@@ -168,14 +167,6 @@ def test_foreign_destination_is_not_replaced(
     assert "choose another destination" in capsys.readouterr().err
 
 
-def test_concurrent_calls(pin: Pin, dest: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(prepare, dest, pin) for _ in range(8)]
-    assert all(run.result()["dest"] == str(dest) for run in runs)
-    assert set(tree_of(dest)) == PREPARED | {STAMP}
-    assert list(dest.parent.iterdir()) == [dest]
-
-
 def test_full_disk_leaves_the_old_tree(
     pin: Pin, dest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,15 +184,6 @@ def test_full_disk_leaves_the_old_tree(
     assert run(pin, "prepare", "--unpatched", "--dest", dest) == ToolchainError.exit_code
     assert "No space left on device" in capsys.readouterr().err
     assert tree_of(dest.parent) == {f"upstream/{name}": data for name, data in before.items()}
-
-
-def test_hash_prints_what_a_pin_needs(
-    pin: Pin, archive: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(pin, "hash", archive) == 0
-    wanted = {"sha256": pin.sha256, "tree_sha256": pin.tree_sha256}
-    assert json.loads(capsys.readouterr().out) == wanted
-    assert run(pin, "hash", archive.parent / "none") == ToolchainError.exit_code
 
 
 @pytest.mark.parametrize(
