@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -54,6 +55,7 @@ class Step:
     # out.
     command: str
     results: tuple[str, ...] = ()  # what of {out} belongs into docs/results
+    needs: str = ""  # a module without which it is left out
 
 
 _OURS = "-m flash_attn_deterministic"
@@ -98,6 +100,8 @@ STEPS = (
     Step("scoreboard", "times", 150, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 20 --jobs 12 "
          "--attention sdpa-flash,sdpa-cudnn,flex,fa3,fa3-one-split,fa3-one-split-served,fa4 "
          "--fa3 {fa3} --fa4 {fa4} --out {out}", ("scoreboard.json", "scoreboard.svg")),
+    Step("vllm", "times", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
+         "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),
     Step("tests", "tests", 240, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("policy-gradient", "tests", 75,
          "examples/policy_gradient.py --json {out}/policy-gradient.json",
@@ -238,6 +242,9 @@ def run_all(
         end = last if name == "together" else last - reserved
         for step in steps:
             if step.lane != name or stop.is_set():
+                continue
+            if step.needs and importlib.util.find_spec(step.needs) is None:
+                print(f"left out, as {step.needs} is not installed: {step.name}", flush=True)
                 continue
             if time.monotonic() + step.limit > end:
                 print(f"left out, as it may take {step.limit} s: {step.name}", flush=True)

@@ -127,6 +127,33 @@ def _ranks(results: Results) -> str:
     return table(record, header, rows, words)
 
 
+def _vllm(results: Results) -> str:
+    """Times of a whole model in vLLM, beside its own attention."""
+    record = results["vllm"]
+    rows = []
+    for case in record["cases"]:
+        both = [case.get(title) or {} for title in ("ours", "FLASH_ATTN")]
+        cells = []
+        for part in ("decode", "prefill"):
+            ours, theirs = (found.get(part) for found in both)
+            cells += ["-" if ms is None else f"{ms:.2f}" for ms in (ours, theirs)]
+            cells.append(_ratio(ours / theirs if ours and theirs else None))
+        name = f"D{case['head_dim']}, {case['requests']} x {case['tokens']:,}"
+        rows.append([name, *cells])
+    header = ["", *(f"{part}: {title}" for part in ("decode step", "prefill")
+                    for title in ("ours", "FLASH_ATTN", "ratio"))]  # fmt: skip
+    checks = {
+        norm: "; ".join(f"{one['check']} {one['equal']}/{one['requests']}"
+                        for one in found.get("checks", ())) or "not run"
+        for norm, found in record["checks"].items()
+    }  # fmt: skip
+    words = (
+        f"vLLM {record['versions']['vllm']}, {record['layers']} layers, ms. Requests whose bits "
+        f"were equal, {'. '.join(f'{norm}: {words}' for norm, words in checks.items())}."
+    )
+    return table(record, header, rows, words)
+
+
 def _draw_model(record: Mapping[str, Any]) -> str:
     from flash_attn_deterministic_lab.pictures import fields
 
@@ -390,6 +417,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "matrix": ("matrix", _matrix),
     "ranks": ("ranks", _ranks),
     "servers-in-short": ("servers", partial(_means, name="servers", head_dims=False)),
+    "vllm": ("vllm", _vllm),
     "whole-model": ("whole-model", _model),
 }
 

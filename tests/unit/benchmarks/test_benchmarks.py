@@ -14,7 +14,7 @@ import rank_functions as ranks
 from flash_attn_build.files import ROOT
 from rank_pool import pool_of
 
-from tests.benchmarks import evidence, tables
+from tests.benchmarks import evidence, tables, vllm
 from tests.benchmarks.evidence import STEPS, Step, install, run_all, words_of
 from tests.benchmarks.tables import TableError
 
@@ -132,6 +132,13 @@ def test_steps_fail_alone_and_leave_no_process(tmp_path: Path) -> None:
     assert len(record["steps"]) == 3
 
 
+def test_a_step_whose_module_is_missing_is_left_out(tmp_path: Path) -> None:
+    steps = [Step("s", "tests", 50, "-c 1", needs="no_such_module"), Step("t", "tests", 50, "-c 1")]
+    record: dict[str, Any] = {"steps": []}
+    run_all(steps, {**GIVEN, "out": str(tmp_path)}, 1, record, 100)
+    assert [one["name"] for one in record["steps"]] == ["t"]
+
+
 def test_what_needs_all_gpus_keeps_its_time(tmp_path: Path) -> None:
     steps = [Step("alone", "tests", 50, "-c 1"), Step("all", "together", 60, "-c 1")]
     record: dict[str, Any] = {"steps": []}
@@ -174,6 +181,74 @@ def test_times_over_ranks_are_taken_over_gloo() -> None:
             assert set(case["seconds"]) == {"planned", "one", f"heads over {other}"}
             assert case["efficiency"].keys() == {"forward", "both"}
             assert case["refused"] == {}
+
+
+class ServerEngine:
+    """Computes one prompt a step, and a token for each request that has begun."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.left: dict[str, int] = {}
+
+    def add_request(self, name: str, prompt: Any, new_tokens: int) -> None:
+        assert len(prompt["prompt_token_ids"]) == 7
+        self.waiting.append(name)
+        self.left[name] = new_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[str]:
+        slow = bool(self.waiting)
+        time.sleep(0.02 if slow else 0.001)
+        self.waiting = self.waiting[1:]
+        running = [name for name in self.left if name not in self.waiting]
+        self.left = {n: left - (n in running) for n, left in self.left.items()}
+        self.left = {n: left for n, left in self.left.items() if left}
+        return running
+
+
+def test_steps_of_a_server_count_while_all_its_requests_run() -> None:
+    found = vllm.measure(ServerEngine(), 12, 3, 7)
+    assert found["prefill"] >= 60
+    assert 1 <= found["decode"] < 20
+
+
+def _answers(pipe: Any, *answers: Any) -> None:
+    for answer in answers:
+        pipe.send(answer)
+    if not answers:
+        time.sleep(99)
+    raise ValueError(pipe.recv())
+
+
+def test_a_worker_that_fails_or_hangs_is_left_out() -> None:
+    workers = {"fails": vllm.Worker(_answers, 1), "hangs": vllm.Worker(_answers)}
+    failed: dict[str, str] = {}
+    end = time.monotonic() + 300
+    assert vllm.next_answer(workers, "fails", end, failed) == 1
+    workers["fails"].ask("why")
+    assert vllm.next_answer(workers, "fails", end, failed) is None
+    assert vllm.next_answer(workers, "hangs", 0, failed) is None
+    assert vllm.next_answer(workers, "hangs", end, failed) is None
+    assert failed == {"fails": "ValueError: why", "hangs": "no answer in time"}
+    assert not workers
+
+
+def test_times_of_a_server_stand_beside_each_other() -> None:
+    case = {"head_dim": 128, "requests": 4, "tokens": 32000}
+    check = {"check": "decode, prefill", "requests": 16, "equal": 15}
+    record = {
+        "hardware": {"gpu": "H100"}, "date": "2026-11-25", "layers": 16,
+        "versions": {"torch": "2.11", "vllm": "0.26.0"},
+        "checks": {"norm repaired": {"checks": [check]}, "vLLM's norm": {"status": None}},
+        "cases": [{**case, "ours": {"prefill": 9, "decode": 3}, "FLASH_ATTN": {"prefill": 10,
+                  "decode": 6}}, {**case, "ours": None, "FLASH_ATTN": None}],
+    }  # fmt: skip
+    text = tables.fill(page("vllm"), {"vllm": record}, "x")
+    assert "| D128, 4 x 32,000 | 3.00 | 6.00 | 0.50 | 9.00 | 10.00 | 0.90 |" in text
+    assert "| D128, 4 x 32,000 | - | - | - | - | - | - |" in text
+    assert "norm repaired: decode, prefill 15/16. vLLM's norm: not run." in text
 
 
 def test_python_mirrors_the_c_structs() -> None:
