@@ -119,7 +119,8 @@ def draw_call(
         ]
         spare = rng.choice((0, 0, 5))  # tokens of no sequence
         q = tensor((sum(lengths_q) + spare,), nheads, wide)
-        k, v = (tensor((sum(lengths_k) + spare,), nheads_k, wide) for _ in "kv")
+        total_k = max(sum(lengths_k) + spare, int(few))
+        k, v = (tensor((total_k,), nheads_k, wide) for _ in "kv")
         longest = (max(1, *lengths_q), max(1, *lengths_k))
         if spare:
             k[-spare:] = v[-spare:] = float("nan")
@@ -127,7 +128,9 @@ def draw_call(
         if form == "packed-pages":
             ends = [*itertools.accumulate(lengths_k)]
             parts = [slice(end - n, end) for n, end in zip(lengths_k, ends, strict=True)]
-            k, v, options["block_table"] = in_pages([(k[x], v[x]) for x in parts], page_size, seed)
+            k, v, options["block_table"] = in_pages(
+                [(k[x], v[x]) for x in parts], page_size, seed, ends=longest[0] > max(FEW)
+            )
         starts = (cumulative(lengths, q.device) for lengths in (lengths_q, lengths_k))
         return DrawnCall(words, flash_attn_varlen_func, (q, k, v, *starts, *longest), options)
     batch = rng.randint(1, 5)
@@ -141,7 +144,7 @@ def draw_call(
     order = list(range(batch))
     if form == "pages":
         rows = [(k[i, :n], v[i, :n]) for i, n in enumerate(used)]
-        k, v, options["block_table"] = in_pages(rows, page_size, seed)
+        k, v, options["block_table"] = in_pages(rows, page_size, seed, ends=seqlen_q > max(FEW))
     elif rng.random() < 0.3:
         rng.shuffle(order)
         options["cache_batch_idx"] = int32(order)
@@ -153,15 +156,16 @@ def draw_call(
 
 
 def in_pages(
-    sequences: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int, seed: int
+    sequences: Sequence[tuple[torch.Tensor, torch.Tensor]], page_size: int, seed: int, ends: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values (seqlen, nheads_k, head_dim) in pages, NaN and Inf behind their ends.
 
-    The rest of a row of the block table names pages that do not exist.
+    The rest of a row of the block table names pages of garbage or, with `ends`, none that exist.
     """
     attention = Attention.installed()
     calls = [Call(attention, k, k[None], v[None], k) for k, v in sequences]
     k_pages, v_pages, table = layouts.pages(calls, page_size, seed)
     for row, (k, _) in zip(table, sequences, strict=True):
-        row[-(-len(k) // page_size) :] = 2**30
+        if ends:
+            row[-(-len(k) // page_size) :] = 2**30
     return k_pages, v_pages, table
