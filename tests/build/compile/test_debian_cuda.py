@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -37,16 +37,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.chmod(0o755)
     made = tmp_path / "debian" / f"nvidia-cuda-toolkit_{debian_cuda.VERSION}_all.deb"
     made.parent.mkdir()
-    parts = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": b""}
-    with io.BytesIO() as data:
-        with tarfile.open(fileobj=data, mode="w:xz") as archive:
-            archive.add(tmp_path / "deb", "./")
-        parts["data.tar.xz"] = data.getvalue()
-    with made.open("wb") as file:
-        file.write(b"!<arch>\n")
-        for name, content in parts.items():
-            head = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n"
-            file.write(head.encode() + content + b"\n" * (len(content) % 2))
+    with tarfile.open(tmp_path / "data.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "deb", "./")
+    (tmp_path / "debian-binary").write_text("2.0\n")
+    command = ["ar", "rc", str(made), "debian-binary", "data.tar.xz"]
+    subprocess.run(command, cwd=tmp_path, check=True)
     monkeypatch.setitem(debian_cuda.PACKAGES, platform.machine(), ("all", sha256_of(made)))
     return made
 

@@ -139,32 +139,26 @@ def test_patch_that_fits_elsewhere_is_noticed(
     assert tree_of(dest.parent) == {}
 
 
-def test_edited_tree_is_not_replaced(
-    pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(pin, "prepare", "--dest", dest) == 0
-    (dest / "flash_attn/src/fwd.cu").write_text("an experiment\n")
-    (dest / "flash_attn/src/new.h").write_text("")
-    (dest / "cutlass/include/cute/tensor.hpp").unlink()
-    before = tree_of(dest)
-    for extra in ((), ("--unpatched",)):
-        assert run(pin, "prepare", "--dest", dest, *extra) == SettingError.exit_code
-    assert "or edited since; save your changes" in capsys.readouterr().err
-    assert tree_of(dest) == before
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_foreign_destination_is_not_replaced(
+@pytest.mark.parametrize("kind", ["edited", "folder", "file"])
+def test_what_is_not_as_it_was_made_is_not_replaced(
     pin: Pin, dest: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    foreign = dest / "work.txt" if kind == "folder" else dest
-    foreign.parent.mkdir(parents=True)
+    dest.parent.mkdir(parents=True)
+    foreign = dest if kind == "file" else dest / "work.txt"
+    if kind == "edited":
+        assert run(pin, "prepare", "--dest", dest) == 0
+        foreign = dest / "flash_attn/src/fwd.cu"
+        (dest / "flash_attn/src/new.h").write_text("")
+        (dest / "cutlass/include/cute/tensor.hpp").unlink()
+    foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("mine")
-    assert run(pin, "prepare", "--dest", dest) == SettingError.exit_code
-    assert "was not made by this tool" in capsys.readouterr().err
-    assert foreign.read_text() == "mine"
+    before = tree_of(dest.parent)
+    for extra in ((), ("--unpatched",)):
+        assert run(pin, "prepare", "--dest", dest, *extra) == SettingError.exit_code
+        assert "not made by this tool, or edited since; save your" in capsys.readouterr().err
     assert run(pin, "prepare", "--dest", foreign / "x" / "upstream") == ToolchainError.exit_code
     assert "choose another destination" in capsys.readouterr().err
+    assert tree_of(dest.parent) == before
 
 
 def test_full_disk_leaves_the_old_tree(
