@@ -25,6 +25,7 @@ from flash_attn_deterministic.distributed import (
     ring_flash_attn,
 )
 from flash_attn_deterministic.distributed.agreement import VARIABLE
+from flash_attn_deterministic.distributed.ranks import Pending, Ranks
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
@@ -733,6 +734,27 @@ def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
         q = draw((1, 64, 1, 16), 1)
         distributed.flash_attn_func(q, q, q, window_size=window, **group)
     return sum(got)
+
+
+def messages_of(degree: int) -> tuple[int, int] | None:
+    """Returns how many messages a forward and a backward on two ranks take in one step of heads."""
+    group = group_of(2)
+    if not group:
+        return None
+    found: list[str] = []
+    whole = Ranks.all_to_all
+
+    def counting(self: Ranks, *arguments: Any) -> Pending:
+        found.append(arguments[-1])
+        return whole(self, *arguments)
+
+    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
+    divided = {"ulysses_degree": degree, "heads_k_stride": 2}
+    with _instead(tree, CHUNK_ROWS=16), _instead(Ranks, all_to_all=counting):
+        out = distributed.flash_attn_func(*inputs, causal=True, **divided, **group)
+        before = len(found)
+        out.sum().backward()
+    return before, len(found) - before
 
 
 def benchmarked(seqlen: int) -> dict[str, Any]:

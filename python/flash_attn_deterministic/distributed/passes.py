@@ -82,29 +82,38 @@ class _Steps:
         self._group = rows[0].shape[1] // keys[0].shape[1]
         self._coming = None if part.keys is None else self._start(0)
 
-    def _start(self, head: int) -> tuple[_Step, Arriving | None, Arriving] | None:
+    def _start(self, head: int) -> tuple[_Step, list[Arriving]] | None:
         if head >= self._each:
             return None
         part = self._part
         step = _Step(self._first, head, min(part.heads, self._each - head), self._group)
-        rows = None
+        keys = [*map(step.keys, self._keys)]
+        sent = [(part.keys, keys)]
         if part.rows is not None:
-            sent = [*map(step.rows, self._rows)]
-            rows = Arriving(self._ranks, part.rows, sent, "rows and keys")
-        assert part.keys is not None
-        keys = Arriving(self._ranks, part.keys, [*map(step.keys, self._keys)], "rows and keys")
-        return step, rows, keys
+            rows = [*map(step.rows, self._rows)]
+            # On the same way, both are one message.
+            sent = (
+                [(part.keys, rows + keys)] if part.rows is part.keys else [(part.rows, rows), *sent]
+            )
+        return step, [
+            Arriving(self._ranks, way, tensors, "rows and keys")
+            for way, tensors in sent
+            if way is not None
+        ]
 
     def __iter__(self) -> Iterator[tuple[_Step, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
         """Yields each step, with the rows of its heads, whether they came or not, and keys."""
         while self._coming is not None:
-            step, arriving, keys_arriving = self._coming
-            if arriving is None:
-                rows = [tensor[:, step.of_rows] for tensor in self._rows]
-            else:
-                rows = arriving.new()
-            keys = keys_arriving.new()
+            step, arriving = self._coming
+            found = []
+            if self._part.rows is None:
+                found = [tensor[:, step.of_rows] for tensor in self._rows]
+            for message in arriving:
+                found += message.new()
             self._coming = self._start(step.head + step.size)
+            count = len(self._rows)
+            rows, keys = found[:count], found[count:]
+            del found, arriving, message
             yield step, rows, keys
 
 
@@ -216,7 +225,11 @@ def backward(
                 )
                 for side in (1, 2)
             ]
-            moving.append((part.whole, both, [step.keys(dk), step.keys(dv)]))
+            targets = [step.keys(dk), step.keys(dv)]
+            if moving and moving[0][0] == part.whole:  # on the same way: one message
+                moving = [(part.whole, [*moving[0][1], *both], [*moving[0][2], *targets])]
+            else:
+                moving.append((part.whole, both, targets))
         del dout, q, out, lse, here, keys, whole, found
         for route, results, targets in moving:
             arriving = Arriving(ranks, route, _whole(*results), "gradients")

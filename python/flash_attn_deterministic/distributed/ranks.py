@@ -68,6 +68,12 @@ class Ranks:
         members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return len({member // local for member in members}) == 1
 
+    @functools.cached_property
+    def _host_waits(self) -> bool:
+        """Whether the host waits for messages of NCCL; torch reads it once for a group, too."""
+        names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+        return any(os.environ.get(name, "0").lower() in ("1", "true", "y", "yes") for name in names)
+
     def check(self, device: torch.device) -> None:
         """Checks that the group can send tensors of a device.
 
@@ -123,7 +129,7 @@ class Ranks:
 
     def _finish(self, work: dist.Work, device: torch.device) -> None:
         """Waits for a message: the host, or only the GPU's stream, as torch does."""
-        if device.type == "cpu" or _host_waits():
+        if device.type == "cpu" or self._host_waits:
             # With looks for errors of other ranks, and without NCCL's own way to end a wait, which
             # may wait for the other rank again.
             assert self.group is not None
@@ -151,11 +157,6 @@ class Ranks:
         if self.agreement is not None:
             self.agreement.lose(found)
         raise found from (None if found is error else error)
-
-
-def _host_waits() -> bool:
-    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-    return any(os.environ.get(name, "0").lower() in ("1", "true", "y", "yes") for name in names)
 
 
 class Pending:

@@ -108,6 +108,12 @@ def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
     assert pool.run(ranks.tokens_received, 4, (-1, -1)) == [192] * 4
 
 
+@pytest.mark.parametrize(("degree", "messages"), [(1, (1, 2)), (2, (2, 2))])
+def test_a_step_has_few_messages(pool: Pool, degree: int, messages: tuple[int, int]) -> None:
+    """Rows and keys, results; keys, sums; rows and keys, gradients."""
+    assert pool.run(ranks.messages_of, degree)[:2] == [messages] * 2
+
+
 @pytest.mark.parametrize(
     "function",
     [
