@@ -256,42 +256,6 @@ def _there(values: Values) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], title: str, first: str) -> str:
-    """Draws a bar for each name of each group, on a logarithmic axis, as an SVG file.
-
-    Args:
-        groups: values by name, by group.
-        title: of the picture and its axis.
-        first: the name that others are compared with: its bars are black, and a line marks 1.
-    """
-    pyplot = load_pyplot()
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    others = [name for name in names if name != first]
-    colours = {name: COLOURS[place] for place, name in enumerate(others)} | {first: "#222222"}
-    count = sum(len(group) + 1 for group in groups.values())
-    figure, axes = pyplot.subplots(figsize=(8.2, min(0.7 + 0.19 * count, _TALLEST)))
-    place, ticks = 0.0, []
-    for group in groups.values():
-        ticks.append(place + (len(group) - 1) / 2)
-        for name, value in group.items():
-            axes.barh(place, value - 1, left=1, height=0.8, color=colours[name])
-            axes.text(value, place, f" {value:.2f} ", va="center", fontsize=7 if count < 48 else 6,
-                      ha="left" if value >= 1 else "right")  # fmt: skip
-            place += 1
-        place += 1
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.set_xlim(low / 1.15, high * 1.15)
-    axes.axvline(1, color="#222222", linewidth=1.2)
-    axes.set_yticks(ticks, list(groups))
-    axes.set_ylim(place - 1, -1)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"{title}: to the right slower, to the left faster")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
-    return svg(figure)
-
-
 def fields(
     columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], note: str
 ) -> str:

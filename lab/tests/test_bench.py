@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,9 @@ SHAPES = [
     Shape("decode", 2, 64, 2, 1, 32),
     Shape("decode", 2, 60, 2, 1, 32, causal=True, seqlen_q=3, page_size=16),
     Shape("backward", 1, 64, 2, 2, 32),
-    Shape("step", 1, 64, 2, 1, 32, causal=True),
     Shape("forward", 3, 40, 2, 1, 32, causal=True, lengths=(7, 40, 1)),
     Shape("forward", 2, 40, 2, 1, 32, causal=True, lengths=(17, 40), page_size=16),
     Shape("decode", 2, 40, 2, 1, 32, causal=True, seqlen_q=5, lengths=(17, 40), page_size=16),
-    Shape("forward", 1, 64, 2, 1, 32, causal=True, feature="alibi"),
-    Shape("backward", 1, 64, 2, 1, 32, causal=True, feature="softcap"),
     Shape("forward", 1, 64, 2, 1, 32, causal=True, window=9),
 ]
 
@@ -72,7 +68,7 @@ def test_flops_count_visible_pairs(shape: Shape) -> None:
                 (right < 0 or key <= own_key + right) and (left < 0 or key >= own_key - left)
                 for key in range(length)
             )
-    products = {"backward": 5, "step": 7}.get(shape.kind, 2)
+    products = 5 if shape.kind == "backward" else 2
     assert shape.flops == 2 * products * shape.nheads * shape.head_dim * pairs
 
 
@@ -155,9 +151,6 @@ def test_the_files_and_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFix
     for text in ((tmp_path / "cpu.md").read_text(), printed):
         assert "torch SDPA, its choice" in text
         assert "decode B2 L256 H4/2 D64 bf16" in text
-    words = "".join(ET.fromstring((tmp_path / "cpu.svg").read_text()).itertext())
-    assert "Time over that of flash-attn-deterministic" in words
-    assert "incomplete" not in words
 
 
 def test_without_our_package_others_are_compared(
@@ -185,7 +178,6 @@ def test_an_interrupted_run_keeps_what_it_measured(
     record = read(tmp_path)
     assert (record["complete"], len(record["cases"])) == (False, 1)
     assert "Incomplete" in (tmp_path / "cpu.md").read_text()
-    assert "incomplete" in "".join(ET.fromstring((tmp_path / "cpu.svg").read_text()).itertext())
 
 
 def test_processes_call_each_once_and_time_nothing(

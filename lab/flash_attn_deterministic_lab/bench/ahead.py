@@ -54,7 +54,7 @@ def _call(shape: Shape, device: str, names: Sequence[str], end: float) -> dict[s
 def _one(shape: Shape, device: str, name: str) -> None:
     attention, problem = find_attention(name), Problem.draw(shape, device)
     tensors = problem.q, problem.k, problem.v
-    if shape.backward:
+    if shape.kind == "backward":
         attention.gradients(*tensors, problem.dout, **problem.options)()
     else:
         with torch.no_grad(), attention.inside():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from .problem import FEATURES, Shape
+from .problem import Shape
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,7 @@ class Study:
     rivals: tuple[str, ...] = ()
 
 
-def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Draws the lengths of packed sequences, the same ones each time."""
-    numbers = random.Random(0)
-    return tuple(numbers.randint(shortest, longest) for _ in range(batch))
-
-
-_MASKS = (False, True)
 KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
-_FEATURE_HEADS = ((32, 32, 64), (32, 8, 128))
-SIXTEEN = ragged(16, 256, 8192)
-SIXTY_FOUR = ragged(64, 1, 8192)
 _CPU = (
     Case("forward", Shape("forward", 1, 128, 4, 2, 64, causal=True)),
     Case("decode", Shape("decode", 2, 256, 4, 2, 64)),
@@ -57,46 +47,6 @@ _USUAL = (
     Shape("backward", 8, 4096, 32, 32, 64, causal=True),
     Shape("backward", 4, 4096, 16, 16, 128),
 )
-
-
-def _dense(
-    kind: str, sizes: Iterable[tuple[int, int, int]], head_dims: Iterable[int]
-) -> Iterator[Case]:
-    """Shapes of (batch, seqlen, nheads), full and causal, at each head dim."""
-    for head_dim, size, causal in itertools.product(head_dims, tuple(sizes), _MASKS):
-        batch, seqlen, nheads = size
-        yield Case("dense", Shape(kind, batch, seqlen, nheads, nheads, head_dim, causal))
-
-
-def _packed(
-    kind: str, lengths: tuple[int, ...], heads: Iterable[tuple[int, int, int]]
-) -> Iterator[Case]:
-    for one, causal in itertools.product(heads, _MASKS):
-        shape = Shape(kind, len(lengths), max(lengths), *one, causal, lengths=lengths)
-        yield Case("packed", shape)
-
-
-def _training(kind: str) -> Iterator[Case]:
-    """What is timed beside FlashAttention-2: each head dim, short sequences, each feature."""
-    yield from _dense(kind, [(4, 4096, 32)], (32,))
-    yield from _dense(kind, [(8, 4096, 32)], (64, 128))
-    yield from _dense(kind, [(4, 4096, 16)], (96, 192, 256))
-    for sizes in ((4, 2048, 32, 32, 64), (2, 16_384, 16, 16, 128), (8, 4096, 32, 8, 128),
-                  (8, 4096, 32, 1, 128), (64, 512, 32, 8, 128)):  # fmt: skip
-        yield Case("dense", Shape(kind, *sizes, causal=True))
-    for case in _dense(kind, [(256, 128, 16), (64, 512, 16), (32, 1024, 16)], KERNEL_HEAD_DIMS):
-        if case.shape.causal or case.shape.head_dim in (64, 128):
-            yield case
-    for feature, (nheads, nheads_k, dim) in itertools.product(FEATURES[1:], _FEATURE_HEADS):
-        causal = feature != "window"  # which has no causal mask besides
-        yield Case(feature, Shape(kind, 4, 4096, nheads, nheads_k, dim, causal, feature=feature))
-    for nheads, nheads_k, dim in _FEATURE_HEADS:
-        yield Case("window", Shape(kind, 2, 16_384, nheads, nheads_k, dim, feature="window"))
-    for head_dim in (64, 128):
-        yield Case("dense", Shape(kind, 8, 4096, 32, 32, head_dim, True, "fp16"))
-    yield from _packed(kind, SIXTEEN, [(16, 16, 128)])
-    if kind == "forward":
-        yield from _packed(kind, SIXTY_FOUR, [(32, 8, 128), (16, 16, 128), (32, 32, 64)])
 
 
 def _decode(draw: random.Random) -> Iterator[Case]:
@@ -184,14 +134,10 @@ def _fitting(case: Callable[[], Case]) -> Case:
 
 
 _TORCH = ("sdpa-cudnn", "sdpa-flash")
-_FORWARD, _BACKWARD = tuple(_training("forward")), tuple(_training("backward"))
 STUDIES = {
     "usual": Study("nine shapes of prefill, decode and backward",
                    tuple(Case(shape.kind, shape) for shape in _USUAL), ()),
     "cpu": Study("three small shapes, for a machine without a GPU", _CPU, ()),
-    "forward": Study("prefill beside FlashAttention-2", _FORWARD, ("flash_attn", "sdpa-flash")),
-    "backward": Study("backward beside FlashAttention-2", _BACKWARD,
-                      ("ours-atomics", "flash_attn", "flash_attn-deterministic", "sdpa-flash")),
     "decode": Study("decode, by CUDA graphs over caches larger than the L2 cache",
                     tuple(_decode(random.Random(1))),
                     ("flash_attn", "fa3", "fa3-one-split", "read")),
@@ -206,7 +152,4 @@ STUDIES = {
                             ("ours-atomics", "fa4-deterministic", "fa3-deterministic", "fa3",
                              *_TORCH),
                             ("fa4-deterministic", "fa3-deterministic", "sdpa-cudnn")),
-    "residual": Study("training calls with keep_residual",
-                      tuple(case for case in (*_FORWARD, *_BACKWARD) if case.group == "dense"
-                            and case.shape.seqlen in (512, 4096, 16_384)), ("ours+residual",)),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from ..cli import STATUSES, add_paths, check_device, ended, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
-KINDS = ("forward", "decode", "backward", "step")
+KINDS = ("forward", "decode", "backward")
 
 
 def add_command(commands: Any) -> None:
@@ -23,7 +23,7 @@ def add_command(commands: Any) -> None:
         epilog=STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser, "bench", "STUDY.json, .md and .svg", "the installed wheel, to name it")
+    add_options(parser, "bench", "STUDY.json and .md", "the installed wheel, to name it")
     parser.add_argument(
         "--study", default="", metavar="NAME", help="which shapes (default: the usual); list: names"
     )

@@ -60,7 +60,7 @@ def measure(
         graphs = device == "cuda" and shape.kind == "decode"
         sets, per_call = rotation(shape.kv_bytes) if graphs else (1, 1)
         problems = [Problem.draw(shape, device, seed) for seed in range(sets)]
-        with torch.set_grad_enabled(shape.backward):
+        with torch.set_grad_enabled(shape.kind == "backward"):
             for attention in attentions:
                 try:
                     steps, result, peak = _prepare(attention, problems, expected)
@@ -74,8 +74,7 @@ def measure(
                     continue
                 if peak is not None:
                     peaks[attention.name] = peak
-                # With dropout each has a mask of its own.
-                if expected is None and shape.feature != "dropout":
+                if expected is None:
                     expected = result
             if floor and graphs:
                 # The sum of 16-bit numbers taken two by two for float32: all is read.
@@ -137,12 +136,10 @@ def _prepare(
 
 
 def _call(attention: Attention, problem: Problem) -> Call:
-    """Returns what to time: it computes out, or for a backward or a step dq, dk and dv."""
+    """Returns what to time: it computes out, or for a backward dq, dk and dv."""
     q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
     if problem.shape.kind == "backward":
         return attention.gradients(q, k, v, dout, **options)
-    if problem.shape.kind == "step":
-        return lambda: attention.gradients(q, k, v, dout, **options)()
 
     def forward() -> Result:
         with attention.inside():

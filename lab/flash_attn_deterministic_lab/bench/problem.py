@@ -11,16 +11,13 @@ import torch
 from ..attentions import Packed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FEATURES = ("", "window", "softcap", "alibi", "dropout")
-_WINDOW = 1024  # keys before its own, of the feature of this name
-_SOFTCAP, _DROPOUT = 30.0, 0.1
 
 
 @dataclass(frozen=True)
 class Shape:
     """One thing to time."""
 
-    kind: str  # "forward", "backward", "decode", or "step": a forward and its backward
+    kind: str  # "forward", "backward" or "decode"
     batch: int  # sequences
     seqlen: int  # keys of a sequence; of packed sequences the longest
     nheads: int  # query heads
@@ -31,7 +28,6 @@ class Shape:
     seqlen_q: int = 0  # queries of a sequence; 0: as many as keys, in a decode one
     window: int = -1  # keys before its own that a query sees, in a causal shape; -1: all
     lengths: tuple[int, ...] = ()  # keys of packed sequences; empty: dense
-    feature: str = ""  # of FEATURES
     # Tokens of a page; 0: keys and values in one piece. Packed sequences in pages: as in servers.
     page_size: int = 0
 
@@ -44,7 +40,6 @@ class Shape:
         heads = f"H{self.nheads}" + (f"/{self.nheads_k}" if self.nheads_k != self.nheads else "")
         words = [self.kind, f"B{self.batch}", length, heads, f"D{self.head_dim}"]
         words += ["causal"] * self.causal + [f"window {self.window}"] * (self.window >= 0)
-        words += [self.feature] * bool(self.feature)
         words += [f"pages of {self.page_size}"] * bool(self.page_size)
         return " ".join([*words, self.dtype])
 
@@ -55,11 +50,6 @@ class Shape:
         return [(queries or keys, keys) for keys in self.lengths or [self.seqlen] * self.batch]
 
     @property
-    def backward(self) -> bool:
-        """Returns whether gradients are timed."""
-        return self.kind in ("backward", "step")
-
-    @property
     def kv_bytes(self) -> int:
         """Returns the size of keys and values."""
         tokens = sum(self.lengths) or self.batch * self.seqlen
@@ -68,13 +58,12 @@ class Shape:
     @property
     def limits(self) -> tuple[int, int]:
         """Returns how many keys before and after its own a query sees; -1: all."""
-        left = _WINDOW if self.feature == "window" else self.window
-        return left, 0 if self.causal or left >= 0 else -1
+        return self.window, 0 if self.causal or self.window >= 0 else -1
 
     @property
     def flops(self) -> int:
         """Returns the floating-point operations of the matrix products on visible keys."""
-        products = {"backward": 5, "step": 7}.get(self.kind, 2)
+        products = 5 if self.kind == "backward" else 2
         pairs = sum(_visible(*lengths, *self.limits) for lengths in self.pairs_of_lengths)
         return 2 * products * self.nheads * self.head_dim * pairs
 
@@ -126,12 +115,6 @@ class Problem:
         options: dict[str, Any] = {"causal": shape.causal}
         if shape.limits[0] >= 0:
             options["window"] = shape.limits
-        if shape.feature == "softcap":
-            options["softcap"] = _SOFTCAP
-        if shape.feature == "dropout":
-            options["dropout_p"] = _DROPOUT
-        if shape.feature == "alibi":
-            options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, shape.nheads, device=device)
         if packed:
             options["packed"] = Packed.of(seqlens_q, seqlens_k, device)
         if shape.page_size:

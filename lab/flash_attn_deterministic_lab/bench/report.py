@@ -1,13 +1,11 @@
-"""The results of bench: a document, and a plot."""
+"""The results of bench: a document, and text for a terminal."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..pictures import bars
 from ..shared.document import Document, Section, markdown
 from ..shared.files import finite, json_text, write_files
 
@@ -88,21 +86,7 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes STUDY.json, .md and, of a study of few shapes, .svg."""
+    """Writes STUDY.json and .md."""
     name, record = record["study"], finite(record)
     files = {f"{name}.json": json_text(record), f"{name}.md": markdown(document(record), folder)}
-    if 0 < len(record["cases"]) <= 12:
-        with contextlib.suppress(ImportError):  # of matplotlib: times are worth more than a picture
-            files[f"{name}.svg"] = picture(record)
     write_files(folder, files)
-
-
-def picture(record: Mapping[str, Any]) -> str:
-    """Returns an SVG file: each attention's time over the first's, shape by shape."""
-    groups = {
-        case["name"]: {_title(record, n): ratio for n, ratio in case["ratio"].items()}
-        for case in record["cases"]
-    }
-    first = next(iter(record["titles"].values()))
-    title = f"Time over that of {first}" + ("" if record["complete"] else " (incomplete)")
-    return bars(groups, title, first)
