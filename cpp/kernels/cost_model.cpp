@@ -33,58 +33,32 @@ constexpr double kTallTile = 1.15;
 // separate heads.)
 constexpr int kLongestShared = 16384;
 
-// Up to 16 queries can run in three ways. A CTA of the few-rows kernel walks a split block by
-// block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
-// out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
-// SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times by
-// which these limits were chosen, on an H100, bf16, splits of 2048 (of 13 blocks: 777 keys), us:
-//
-//   CTAs on 132 SMs, rows, head dim   few-rows   parts   scores-first
-//   16, 32, 128                           40.9    26.5           28.2
-//   16, 64, 128                           62.3    26.9           39.1
-//   32, 8, 128                            32.1    27.3           26.8
-//   32, 16, 128                           32.3    27.4           29.8
-//   49, 8, 128                            37.8    33.1           36.1
-//   64, 20, 128                           39.4    32.8             59
-//   128, 20, 128                          52.7    53.6            108
-//   80, 4, 128, in pages                  39.2    40.0             49
-//   16, 8, 256                            65.1    37.5           26.3
-//   64, 8, 256                            73.3    54.6             71
-//   64, 20, 64                            31.5    25.9             35
-//   32, 4, 64                             27.0    25.1           20.7
-//   24, 5, 128, 13 blocks                 14.2       -           14.8
-//   64, 4, 128, 13 blocks                 14.6       -           20.1
-//
-// From this share on, the few-rows kernel is taken rather than scores-first; and from the second
-// one on, where splits have at most so many blocks.
-constexpr double kSplitsFullEnough = 0.55;
-constexpr double kMiddleWalksFullEnough = 0.25;
-constexpr int kMiddleWalk = 16;
-
-// Within these shares parts are taken rather than both: for more than 32 rows, for more than 16,
-// and for fewer where the few-rows kernel takes long for a block, at large head dims and in pages.
-struct Share {
-  double from, to;
+// Up to 16 queries can run in four ways, each with a model of its time in microseconds on an H100:
+// its launches, plus what CTAs compute in turns or what the GPU reads, whichever takes longer.
+// Fitted to 976 drawn calls of 1 to 16 queries on 300 to 40,000 keys, head dims 64, 128 and 256,
+// dense and in pages: errors of 7 to 17 % (rms). The path that the models name takes 1.01 of the
+// time of the fastest one, at worst 1.5 (docs/adr/0014).
+struct PathTime {
+  double start;
+  double keys, keys_by_dim;  // a thousand keys of a row block: keys + keys_by_dim * head_dim^2
+  double in_pages;           // what they take more
 };
-constexpr Share kManyRows = {0.2, 1e9};
-constexpr Share kMiddleRows = {0.2, 0.9};
-constexpr Share kFewRowsOfSlowBlocks = {0.45, 0.9};
-constexpr Share kNever = {1e9, 1e9};
-constexpr int kSlowHeadDim = 192;
+constexpr PathTime kOneCtaTime = {6.5, 7.6, 1.2e-4, 0.02};
+constexpr PathTime kPartsTime = {9.5, 6.8, 1.1e-4, 0.01};
+constexpr PathTime kFewRowsTime = {4.9, 8.3, 3.0e-4, 0.31};
+constexpr double kBytesPerMicrosecond = 2.8e6;
+constexpr double kMergedBytesPerMicrosecond = 2e6;
+constexpr double kSecondWarpgroup = 0.39;             // what a key takes more of its time
+constexpr double kRowsOf32 = 1.27, kRowsOf64 = 2.06;  // few-rows, to its tile of 16
 
-// At head dim 128, where the path scores-first has one row block, up to three, or more, parts are
-// taken from these shares on. Up to 16 rows, the few-rows kernel is as fast where splits fill the
-// SMs, and they are not in pages.
-constexpr int kMeasuredHeadDim = 128;
-constexpr double kFromOneRowBlock = 0.3, kFromFewRowBlocks = 0.2, kFromManyRowBlocks = 0.1;
+// The path scores-first shares out keys and columns, to 8 rows each time: what is left to wait for
+// is a split's walk over the values.
+constexpr PathTime kScoresFirstTime = {12.3, 1.6, 0, 0.13};
+constexpr double kScoresByDim = 0.086, kValues = 0.0127, kRowBlockAfterFirst = 0.18,
+                 kValuesInPages = 0.8;
 
-// Up to this head dim parts are taken for more than 16 rows whatever the share. (H100, 20 rows,
-// pages of 16, share 0.97 and more: 0.88 to 1.01 of the few-rows kernel's time.)
-constexpr int kSmallHeadDim = 64;
-
-// Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
-// 0.75 us a block, and 4 us.)
-constexpr int kShortWalk = 8;
+// The larger of two times, or somewhat more where they are alike.
+double together(double a, double b) { return std::pow(std::pow(a, 4) + std::pow(b, 4), 0.25); }
 
 // Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
 // 128, few CTAs: 0.8 us with 16, 2.1 us with 64.)
@@ -108,35 +82,35 @@ SeenKeys seen_keys(const FwdParams& params, int block_m) {
   return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
 }
 
-// CTAs that each walk a split: blocks of the longest, and the share of the SMs that they fill,
-// where shorter ones count for less.
-struct Walks {
-  int longest;
-  double share;
-};
-
-Walks walks_of(const FwdParams& params, const FwdKernel& kernel, const Tree& tree, int num_sms) {
-  int blocks = key_blocks(params);
-  if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
-    const int seen = params.window_size_left + std::max(params.window_size_right, 0);
-    blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
-  }
-  const int longest = std::max(std::min(blocks, tree.blocks_per_split), 1);
-  return {longest, static_cast<double>(row_blocks(params, kernel)) * blocks / longest / num_sms};
-}
-
 }  // namespace
+
+int group_room(Family family, int group) {
+  int room = 1;
+  while (room < group) {
+    room *= 2;
+  }
+  return family == Family::kSm90 ? room : group;
+}
 
 int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
   if (family == Family::kSm90 && (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
-    // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
+    const int all = params.h_h_k_ratio;
     const auto fits = [&](int heads) {
-      return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
-             params.seqlen_q < (1 << 29) / heads;
+      return all % heads == 0 && heads <= sm90::kGroupRows &&
+             params.seqlen_q < (1 << 29) / group_room(family, heads);
     };
     while (fits(2 * group)) {
       group *= 2;
+    }
+    // All heads that share a key head, where that fills fewer warpgroups though some of their rows
+    // stay unused: 8 queries of 5 heads fill one.
+    const auto warpgroups = [&](int heads) {
+      const long long rows = static_cast<long long>(params.seqlen_q) * group_room(family, heads);
+      return ceil_div(rows, sm90::kGroupRows) * (all / heads);
+    };
+    if (group < all && fits(all) && warpgroups(all) < warpgroups(group)) {
+      group = all;
     }
   } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
     group = params.h_h_k_ratio;
@@ -157,7 +131,8 @@ int few_rows_tile(int rows) {
 
 long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
   const int group = group_of(params, family, path);
-  return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
+  return ceil_div(static_cast<long long>(params.seqlen_q) * group_room(family, group), block_m) *
+         params.b * (params.h / group);
 }
 
 double key_time(const FwdKernel& kernel) {
@@ -194,36 +169,49 @@ bool fills(const FwdParams& params, const FwdKernel& one_cta, int num_sms) {
   return row_blocks(params, one_cta) >= kFullEnough * 2 * num_sms;
 }
 
-bool splits_fill(const FwdParams& params, const FwdKernel& few_rows, const Tree& tree,
-                 int num_sms) {
-  const Walks walks = walks_of(params, few_rows, tree, num_sms);
-  return walks.longest <= kShortWalk || walks.share >= kSplitsFullEnough ||
-         (walks.longest <= kMiddleWalk && walks.share >= kMiddleWalksFullEnough);
-}
-
-bool suits_parts(const FwdParams& params, const FwdKernel& parts, const Tree& tree, int num_sms) {
-  const int group = group_of(params, parts.family, Path::kParts);
-  if (parts.ctas_per_sm == 0 || params.seqlen_q > kFewQueries || params.window_size_left >= 0 ||
-      group != params.h_h_k_ratio) {
-    return false;
+double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, const Tree& tree,
+                           int num_splits, int num_sms) {
+  const double head_dim = kernel_head_dim(params.d);
+  double keys = std::max(params.seqlen_k, 1);
+  if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
+    const double seen = params.seqlen_q + std::max(params.window_size_right, 0) + kKeysPerBlock;
+    keys = std::min(keys, params.window_size_left + seen);
   }
-  const int rows = params.seqlen_q * group;
-  const bool slow = kernel_head_dim(params.d) >= kSlowHeadDim || params.block_table != nullptr;
-  const bool small = kernel_head_dim(params.d) <= kSmallHeadDim && rows > kFewRowsTiles[0];
-  Share share = rows > kFewRowsTiles[1] || small ? kManyRows
-                : rows > kFewRowsTiles[0]        ? kMiddleRows
-                : slow                           ? kFewRowsOfSlowBlocks
-                                                 : kNever;
-  if (kernel_head_dim(params.d) == kMeasuredHeadDim) {
-    const int row_blocks = num_blocks(rows, kScoreRows);
-    share.from = row_blocks > 3   ? kFromManyRowBlocks
-                 : row_blocks > 1 ? kFromFewRowBlocks
-                                  : kFromOneRowBlock;
-    share.to = rows > kFewRowsTiles[0] || slow ? share.to : kSplitsFullEnough;
+  const double split = std::min(keys, double{tree.blocks_per_split} * tree.keys_per_block);
+  const double splits = std::min(std::ceil(keys / split), double{num_splits});
+  const double heads = static_cast<double>(params.b) * params.h_k;
+  const double reading = 4 * keys * heads * head_dim / kBytesPerMicrosecond;
+  const double blocks = row_blocks(params, kernel);
+  const bool paged = params.block_table != nullptr;
+  const auto thousand_keys = [&](const PathTime& time) {
+    return (time.keys + time.keys_by_dim * head_dim * head_dim) * (paged ? 1 + time.in_pages : 1);
+  };
+  if (kernel.path == Path::kScoresFirst) {
+    const double each = (thousand_keys(kScoresFirstTime) + kScoresByDim * head_dim) / 1000;
+    const double waiting =
+        kValues * head_dim * split / 1000 + kRowBlockAfterFirst * (blocks / heads - 1);
+    return kScoresFirstTime.start + waiting * (paged ? 1 + kValuesInPages : 1) +
+           together(each * keys * blocks / num_sms, reading);
   }
-  const Walks walks = walks_of(params, parts, tree, num_sms);
-  const bool short_walks = rows > kFewRowsTiles[0] && walks.longest <= kShortWalk;
-  return (short_walks || walks.share >= share.from) && walks.share < share.to;
+  const bool splits_share = kernel.path != Path::kOneCta;
+  const double turns = std::ceil(blocks * (splits_share ? splits : 1) / num_sms /
+                                 (kernel.path == Path::kFewRows ? 2 : 1));
+  const double walk = turns * (splits_share ? split : keys) / 1000;
+  const double rows = static_cast<double>(params.seqlen_q) * params.h_h_k_ratio;
+  const double merged = splits_share && splits > 1
+                            ? 8 * head_dim * rows * heads * splits / kMergedBytesPerMicrosecond
+                            : 0;
+  if (kernel.path == Path::kFewRows) {
+    const double tile = kernel.block_m <= 16 ? 1 : kernel.block_m <= 32 ? kRowsOf32 : kRowsOf64;
+    return kFewRowsTime.start + together(walk * tile * thousand_keys(kFewRowsTime), reading) +
+           merged;
+  }
+  const int group = group_of(params, kernel.family, kernel.path);
+  const double filled =
+      std::min(params.seqlen_q * group_room(kernel.family, group), kernel.block_m);
+  const double warpgroups = 1 + kSecondWarpgroup * std::max(filled / sm90::kGroupRows - 1, 0.);
+  const PathTime& time = splits_share ? kPartsTime : kOneCtaTime;
+  return time.start + together(walk * warpgroups * thousand_keys(time), reading) + merged;
 }
 
 }  // namespace fad

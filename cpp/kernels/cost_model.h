@@ -17,6 +17,16 @@ inline bool few_queries(Path path) { return path == Path::kFewRows || path == Pa
 // Query heads whose rows share a row block: those that share a key head, or some of them.
 int group_of(const FwdParams& params, Family family, Path path);
 
+// The heads that rows of a token have room for: the copy engine of Hopper's kernels loads boxes of
+// 64 rows, in which those of a token begin at multiples of a power of two.
+int group_room(Family family, int group);
+
+// Rows of a row block that are rows of heads.
+inline int block_rows(const FwdKernel& kernel, int group) {
+  return kernel.family == Family::kSm90 ? kernel.block_m / group_room(kernel.family, group) * group
+                                        : kernel.block_m;
+}
+
 // Rows of a sequence and a group of heads.
 inline int rows_of(const FwdParams& params, Family family, Path path) {
   return params.seqlen_q * group_of(params, family, path);
@@ -47,10 +57,9 @@ double time_of_parts(const FwdParams& params, const FwdKernel& kernel, const Tre
 // Whether a CTA of the sm80 family per row block fills enough of the GPU.
 bool fills(const FwdParams& params, const FwdKernel& one_cta, int num_sms);
 
-// Whether CTAs of the few-rows kernel do, a split each; or they have little to walk.
-bool splits_fill(const FwdParams& params, const FwdKernel& few_rows, const Tree& tree, int num_sms);
-
-// Whether parts of the sm90 family are the fastest way for a few queries.
-bool suits_parts(const FwdParams& params, const FwdKernel& parts, const Tree& tree, int num_sms);
+// Microseconds that a call of few queries takes: in one of the paths for them, or in kernels of the
+// sm90 family.
+double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, const Tree& tree,
+                           int num_splits, int num_sms);
 
 }  // namespace fad

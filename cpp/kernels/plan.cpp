@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -130,7 +131,8 @@ int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
 
 // ... the rows of each that parts hold, ...
 int part_rows(const FwdParams& params, const FwdKernel& kernel) {
-  return std::max(std::min(kernel.block_m, rows_of(params, kernel.family, kernel.path)), 1);
+  const int group = group_of(params, kernel.family, kernel.path);
+  return std::max(std::min(block_rows(kernel, group), params.seqlen_q * group), 1);
 }
 
 // ... and the scratch memory that this many row blocks take.
@@ -237,10 +239,10 @@ int shares_in_flight(const BwdParams& params, const BwdKernel& kernel, const Key
       std::min<int64_t>(ceil_div(params.seqlen_q, 128) * 128, int64_t{kChunkRows} * parts.chunks);
   const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
   const bool narrow = kernel.family == Family::kSm90 && kernel.block_n < 128;
-  const int64_t room = int64_t{device.l2_bytes} / (full ? 6 : 3) * (narrow ? 2 : 1);
+  const int64_t room = int64_t{device.l2_bytes} / (narrow ? (full ? 3 : 2) : full ? 6 : 3);
   const int64_t fit = room / std::max<int64_t>(sums, 1);
   const int64_t least = narrow ? 1 : full ? 2 : 4;
-  const int64_t most = narrow ? std::min(8, device.num_sms) : device.num_sms;
+  const int64_t most = narrow ? (full ? 8 : 16) : device.num_sms;
   return static_cast<int>(std::min(std::max(fit, least), most));
 }
 
@@ -361,6 +363,23 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     const Candidate older = wanted ? of(Family::kSm80) : Candidate{};
     return older.possible ? older : newer;
   };
+  // For few queries, the first or one that takes less time.
+  const auto fastest = [&](const std::array<Candidate, 4>& ways) {
+    const auto time = [&](const Candidate& way) {
+      return time_of_few_queries(params, *way.kernel, plan.tree, plan.num_splits, device.num_sms);
+    };
+    const Candidate* best = &ways[0];
+    for (const Candidate& way : ways) {
+      const bool modelled =
+          way.possible && (few_queries(way.kernel->path) ||
+                           (way.kernel->family == Family::kSm90 &&
+                            (way.kernel->path == Path::kOneCta || params.window_size_left < 0)));
+      if (modelled && fits_scratch(params, way, plan.num_splits) && time(way) < time(*best)) {
+        best = &way;
+      }
+    }
+    return *best;
+  };
   const auto choose = [&] {
     if (device.path.has_value()) {
       if (const Candidate forced = on(*device.path); forced.possible) {
@@ -373,18 +392,10 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return one_cta;
     }
     const Candidate parts = on(Path::kParts);
-    if (parts.possible && suits_parts(params, *parts.kernel, plan.tree, device.num_sms) &&
-        fits_scratch(params, parts, plan.num_splits)) {
-      return parts;
-    }
-    // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
-    // fills.
     const Candidate few_rows = on(Path::kFewRows);
     if (few_rows.possible &&
         (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
-      const Candidate scores_first = on(Path::kScoresFirst);
-      const bool fill = splits_fill(params, *few_rows.kernel, plan.tree, device.num_sms);
-      return scores_first.possible && !fill ? scores_first : few_rows;
+      return fastest({few_rows, on(Path::kScoresFirst), one_cta, parts});
     }
     return better(params, one_cta, parts, plan.tree, plan.num_splits, device);
   };
@@ -537,7 +548,7 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
     return;
   }
   place_scratch(plan, static_cast<char*>(scratch), params);
-  params.parts.block_m = plan.kernel->block_m;
+  params.parts.block_m = block_rows(*plan.kernel, plan.group);
   params.parts.rows = plan.part_rows;
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;

@@ -83,7 +83,20 @@ FAULTS = [
     ),
     Fault(
         "heads of a group write to the rows of the first",
-        *(96, _ROWS, "(row - (token << call.group_bits)) * head_stride", "0 * head_stride"),
+        *(96, _ROWS, "head_of(row) * head_stride", "0 * head_stride"),
+    ),
+    Fault(
+        "rows beyond a group's heads are stored",
+        *(96, _ROWS, "row < work.rows && head_of(row) < call.group", "row < work.rows"),
+    ),
+    Fault(
+        "a group begins at a power of two",
+        *(
+            96,
+            _PRODUCER,
+            "work.bidb * call.units) * call.group;",
+            "work.bidb * call.units) << call.group_bits;",
+        ),
     ),
     Fault(
         "a split begins a block late",
@@ -236,7 +249,12 @@ FAULTS = [
     ),
     Fault(
         "rows of a group end with the sink of its first head",
-        *(64, _ROWS, "call.sinks[work.bidh + offset(row + 8 * r, 0, 1)]", "call.sinks[work.bidh]"),
+        *(
+            64,
+            _ROWS,
+            "call.sinks[work.bidh + min(head_of(row + 8 * r), call.group - 1)]",
+            "call.sinks[work.bidh]",
+        ),
     ),
     Fault(
         "columns are stored that out does not have",

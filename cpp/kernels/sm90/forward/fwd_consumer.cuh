@@ -512,7 +512,9 @@ struct Consumer {
     if constexpr (T::kWaitsInLines) {
       const Work work = ends.work_of(turn);
       const int row = work.first_row + group * kGroupRows + thread / 32 * 16;
-      lines.whole = __all_sync(~0u, row + 16 <= work.rows && call.head_dim_v == T::kHeadDimV);
+      const bool all_heads = call.group == 1 << call.group_bits;
+      lines.whole =
+          __all_sync(~0u, all_heads && row + 16 <= work.rows && call.head_dim_v == T::kHeadDimV);
       const auto bytes_to = [&](int rows) {
         return static_cast<int64_t>(sizeof(typename T::Element)) *
                ends.offset(rows, call.out_row_stride, call.out_head_stride);

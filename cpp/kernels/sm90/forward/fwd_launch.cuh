@@ -74,7 +74,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   while (1 << call.group_bits < params.group) {
     ++call.group_bits;
   }
-  call.units = params.heads >> call.group_bits;
+  call.units = params.heads / params.group;
   call.row_tiles = ((params.seqlen_q << call.group_bits) + T::kRows - 1) / T::kRows;
   const bool parts = params.parts.acc != nullptr;
   call.first_tile = params.parts.first_tile;
@@ -94,7 +94,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
   call.units_at_a_time =
       parts ? 1
-            : static_cast<int>(std::min<int64_t>(kv_heads * (call.heads_per_kv >> call.group_bits),
+            : static_cast<int>(std::min<int64_t>(kv_heads * (call.heads_per_kv / params.group),
                                                  int64_t{params.batch} * call.units));
 
   using Element = typename T::Element;

@@ -27,7 +27,7 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int number) {
   work.split = split;
   work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
   work.bidb = unit / call.units;
-  work.bidh = (unit - work.bidb * call.units) << call.group_bits;
+  work.bidh = (unit - work.bidb * call.units) * call.group;
   const int b = work.bidb;
   work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
   work.rows =

@@ -31,8 +31,15 @@ struct RowEnds {
   // Where a row lies, from the first query of its sequence and the first head of its group.
   __device__ __forceinline__ int64_t offset(int row, int64_t row_stride,
                                             int64_t head_stride) const {
-    const int token = row >> call.group_bits;
-    return token * row_stride + (row - (token << call.group_bits)) * head_stride;
+    return (row >> call.group_bits) * row_stride + head_of(row) * head_stride;
+  }
+
+  __device__ __forceinline__ int head_of(int row) const {
+    return row & ((1 << call.group_bits) - 1);
+  }
+
+  __device__ __forceinline__ bool is_row(const Work& work, int row) const {
+    return row < work.rows && head_of(row) < call.group;
   }
 
   __device__ __forceinline__ Element* row_of_out(const Work& work, int row) const {
@@ -44,7 +51,7 @@ struct RowEnds {
 
   __device__ __forceinline__ Element* out_row(const Work& work, int r) const {
     const int row = work.first_row + group * kGroupRows + row_in_group + 8 * r;
-    return row < work.rows ? row_of_out(work, row) : nullptr;
+    return is_row(work, row) ? row_of_out(work, row) : nullptr;
   }
 
   // `acc` becomes the rows' result, which is stored.
@@ -56,7 +63,7 @@ struct RowEnds {
       float weights[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float sink = call.sinks[work.bidh + offset(row + 8 * r, 0, 1)];
+        const float sink = call.sinks[work.bidh + min(head_of(row + 8 * r), call.group - 1)];
         weights[r] = merge_sink(sink, call.scale, call.scale_log2, rows.max[r], rows.sum[r]);
       }
       rescale(acc, weights);
@@ -84,18 +91,19 @@ struct RowEnds {
                                              const float (&acc)[T::kHeadDimV / 2]) const {
     const Work work = work_of(turn);
     const int row = group * kGroupRows + row_in_group;
-    const int unit = work.bidb * call.units + (work.bidh >> call.group_bits);
+    const int unit = work.bidb * call.units + work.bidh / call.group;
     const int tile = (unit + 1) * call.row_tiles - 1 - work.first_row / T::kRows - call.first_tile;
-    const int64_t part =
-        (static_cast<int64_t>(work.split) * call.split_tiles + tile) * call.parts.rows + row;
+    const int64_t first =
+        (static_cast<int64_t>(work.split) * call.split_tiles + tile) * call.parts.rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (work.first_row + row + 8 * r < work.rows) {
+      if (is_row(work, work.first_row + row + 8 * r)) {
+        const int64_t part = first + offset(row + 8 * r, call.group, 1);
         if (lane % 4 == 0) {
-          call.parts.state[part + 8 * r] = make_float2(rows.max[r], rows.sum[r]);
+          call.parts.state[part] = make_float2(rows.max[r], rows.sum[r]);
         }
         float2* const to =
-            reinterpret_cast<float2*>(call.parts.acc + (part + 8 * r) * T::kHeadDim) + lane % 4;
+            reinterpret_cast<float2*>(call.parts.acc + part * T::kHeadDim) + lane % 4;
 #pragma unroll
         for (int j = 0; j < T::kColumns; ++j) {
           to[4 * j] = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);

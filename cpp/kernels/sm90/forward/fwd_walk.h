@@ -17,7 +17,7 @@ struct FwdCall : FwdParams {
   int row_tiles;        // of the longest sequence
   int units;            // groups of heads
   int units_at_a_time;  // (batch, group) pairs whose tiles are worked on together
-  int group_bits;       // log2 of the heads in a group
+  int group_bits;  // log2 of the heads that rows of a token have room for: the group's, or more
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
@@ -51,7 +51,7 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
 struct Work {
   int first_row;   // in its sequence; below 0: there is no more work
   int bidb, bidh;  // the first head
-  int rows;        // of the sequence: queries times heads of the group
+  int rows;        // of the sequence: queries times heads that they have room for
   int seqlen_k;
   int q_row;  // of the sequence's first query: packed sequences follow one another
   // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
