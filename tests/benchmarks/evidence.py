@@ -93,6 +93,7 @@ STEPS = (
          ("verification.json",)),
     _bench("servers", 80, "--budget-ms 150"),
     _bench("decode", 50, "--budget-ms 150"),
+    _bench("paths", 70, "--budget-ms 60"),
     _bench("peers-backward", 120, "--budget-ms 100"),
     _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",

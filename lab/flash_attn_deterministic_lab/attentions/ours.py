@@ -68,6 +68,11 @@ def _call(package: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) 
     return out
 
 
+def path(name: str) -> AbstractContextManager[None]:
+    """Makes calls inside the block take a path where it can run, such as "few_rows"."""
+    return variable("FLASH_ATTENTION_TEST_DEVICE", f"path={name}")
+
+
 def family(name: str) -> AbstractContextManager[None]:
     """Makes calls inside the block run the kernels of one family, such as "sm80"."""
     return variable("FLASH_ATTENTION_FAMILY", name)  # its kernels read it in each call

@@ -59,6 +59,11 @@ _ALL = (
     _ours("ours", "flash-attn-deterministic", ours.make()),
     _ours("ours-sm80", "ours, kernels for every GPU", ours.make(), bench=False, devices=("cuda",),
           inside=functools.partial(ours.family, "sm80")),
+    *(
+        _ours(f"ours-{path.replace('_', '-')}", f"ours, path {path.replace('_', '-')}", ours.make(),
+              bench=False, devices=("cuda",), inside=functools.partial(ours.path, path))
+        for path in ("one_cta", "parts", "few_rows", "scores_first")
+    ),
     _ours("ours-atomics", "ours, atomics in the backward", ours.make(deterministic="never"),
           bench=False),
     _ours("ours+residual", "ours, O's residual", ours.make(residual=True), bench=False),

@@ -7,8 +7,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from .problem import Shape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,18 @@ def _decode(draw: random.Random) -> Iterator[Case]:
         )))  # fmt: skip
 
 
+def _paths(draw: random.Random) -> Iterator[Case]:
+    """Calls of up to 16 queries, for which plans choose among four paths."""
+    models = ((32, 8), (64, 8), (40, 8), (28, 4), (24, 8), (16, 16), (32, 1), (8, 1), (64, 2))
+    for seqlen_q in _turns(48, 1, 2, 4, 8, 16):
+        yield _fitting(lambda seqlen_q=seqlen_q: Case(  # type: ignore[misc]
+            "one query" if seqlen_q == 1 else "several queries",
+            Shape("decode", _between(draw, 1, 256), _between(draw, 300, 40_000),
+                  *draw.choice(models), draw.choice((64, 128, 256)), True, seqlen_q=seqlen_q,
+                  page_size=draw.choice((0, 16, 64))),
+        ))  # fmt: skip
+
+
 def _servers(draw: random.Random) -> Iterator[Case]:
     """Ragged batches as servers call them: queries packed, keys in pages."""
 
@@ -105,8 +120,8 @@ def _peers(kind: str, draw: random.Random) -> Iterator[Case]:
         yield _fitting(lambda group=group: case(group))  # type: ignore[misc]
 
 
-def _turns(count: int, *groups: str) -> Iterator[str]:
-    """Yields groups in turns: a run that ends early has some of each."""
+def _turns(count: int, *groups: T) -> Iterator[T]:
+    """Yields groups, or numbers, in turns: a run that ends early has some of each."""
     return itertools.islice(itertools.cycle(groups), count)
 
 
@@ -134,6 +149,7 @@ def _fitting(case: Callable[[], Case]) -> Case:
 
 
 _TORCH = ("sdpa-cudnn", "sdpa-flash")
+_PATHS = ("ours-one-cta", "ours-parts", "ours-few-rows", "ours-scores-first")
 STUDIES = {
     "usual": Study("nine shapes of prefill, decode and backward",
                    tuple(Case(shape.kind, shape) for shape in _USUAL), ()),
@@ -141,6 +157,8 @@ STUDIES = {
     "decode": Study("decode, by CUDA graphs over caches larger than the L2 cache",
                     tuple(_decode(random.Random(1))),
                     ("flash_attn", "fa3", "fa3-one-split", "read")),
+    "paths": Study("calls of few queries beside each path forced, one of which a plan chooses",
+                   tuple(_paths(random.Random(5))), (*_PATHS, "fa3-one-split"), _PATHS),
     "servers": Study("ragged batches in pages, as servers call them",
                      tuple(_servers(random.Random(2))), ("fa3-one-split", "fa3")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",
