@@ -401,6 +401,7 @@ def _matters(results: Results) -> str:
 
 _STUDIES = (
     "decode",
+    "paths",
     "servers",
     "peers-forward",
     "peers-backward",
