@@ -37,7 +37,7 @@ constexpr int kLongestShared = 16384;
 // its launches, plus what CTAs compute in turns or what the GPU reads, whichever takes longer.
 // Fitted to 976 drawn calls of 1 to 16 queries on 300 to 40,000 keys, head dims 64, 128 and 256,
 // dense and in pages: errors of 7 to 17 % (rms). The path that the models name takes 1.01 of the
-// time of the fastest one, at worst 1.5 (docs/adr/0014).
+// time of the fastest one, at worst 1.32, also in 943 other calls (docs/adr/0018).
 struct PathTime {
   double start;
   double keys, keys_by_dim;  // a thousand keys of a row block: keys + keys_by_dim * head_dim^2
@@ -55,7 +55,7 @@ constexpr double kRowsOf32 = 1.27, kRowsOf64 = 2.06;  // few-rows, to its tile o
 // is a split's walk over the values.
 constexpr PathTime kScoresFirstTime = {12.3, 1.6, 0, 0.13};
 constexpr double kScoresByDim = 0.086, kValues = 0.0127, kRowBlockAfterFirst = 0.18,
-                 kValuesInPages = 0.8;
+                 kRowBlockAfterEighth = 1, kReadTwice = 1.1, kValuesInPages = 0.8;
 
 // The larger of two times, or somewhat more where they are alike.
 double together(double a, double b) { return std::pow(std::pow(a, 4) + std::pow(b, 4), 0.25); }
@@ -181,11 +181,12 @@ double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, con
     return (time.keys + time.keys_by_dim * head_dim * head_dim) * (paged ? 1 + time.in_pages : 1);
   };
   if (kernel.path == Path::kScoresFirst) {
-    const double each = (thousand_keys(kScoresFirstTime) + kScoresByDim * head_dim) / 1000;
-    const double waiting =
-        kValues * head_dim * split / 1000 + kRowBlockAfterFirst * (blocks / heads - 1);
+    const double key = (thousand_keys(kScoresFirstTime) + kScoresByDim * head_dim) / 1000;
+    const double each = blocks / heads;
+    const double waiting = kValues * head_dim * split / 1000 + kRowBlockAfterFirst * (each - 1) +
+                           kRowBlockAfterEighth * std::clamp(each - 8, 0., 8.);
     return kScoresFirstTime.start + waiting * (paged ? 1 + kValuesInPages : 1) +
-           together(each * keys * blocks / num_sms, reading);
+           together(key * keys * blocks / num_sms, kReadTwice * reading);
   }
   const bool splits_share = kernel.path != Path::kOneCta;
   const double turns = std::ceil(blocks * (splits_share ? splits : 1) / num_sms /
