@@ -202,38 +202,24 @@ def test_however_many_take_parts(
         (1, 512, 32_768, 32, 128, "sm90", "one-cta"),
         (1, 128, 32_768, 32, 128, "sm90", "parts"),
         (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
-        (4, 16, 32_768, 32, 128, "sm90", "parts"),
         (4, 5, 4096, 32, 128, "sm90", "parts"),
-        (8, 5, 4096, 32, 128, "sm80", "few-rows"),
-        (8, 5, 4096, 32, 64, "sm90", "parts"),
         (4, 1, 4096, 32, 256, "sm90", "parts"),
-        (8, 1, 4096, 32, 256, "sm80", "few-rows"),
+        (64, 16, 777, 32, 128, "sm90", "one-cta"),
+        (64, 8, 777, 56, 128, "sm90", "one-cta"),
         (1, 1, 4096, 32, 128, "sm80", "scores-first"),
-        (4, 1, 4096, 32, 128, "sm90", "parts"),
-        (8, 1, 777, 32, 128, "sm80", "few-rows"),
         (1, 16, 4096, 32, 128, "sm90", "parts"),
-        (1, 5, 4096, 32, 128, "sm80", "scores-first"),
-        (64, 4, 4096, 32, 128, "sm80", "few-rows"),
-        (64, 5, 4096, 56, 128, "sm80", "few-rows"),
     ],
     ids=[
         "idle-sms",
         "few-idle-sms",
         "short-chunk",
         "prefill",
-        "16-queries",
         "5-queries",
-        "5-queries-of-all-sms",
-        "5-queries-head-dim-64",
         "head-dim-256",
-        "head-dim-256-of-all-sms",
+        "one-split-of-64-rows",
+        "one-split-of-56-rows",
         "one-query",
-        "one-query-of-half-the-sms",
-        "short-splits",
         "16-queries-of-one",
-        "5-queries-of-one",
-        "4-queries",
-        "group-of-7",
     ],
 )
 def test_parts_are_left_where_they_pay(
@@ -246,10 +232,7 @@ def test_parts_are_left_where_they_pay(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SMs would idle, or a few queries take the few-rows kernel long.
-
-    Where these fill few SMs, the path scores-first fills more of them.
-    """
+    """SMs would idle, or few queries have many rows; `bench --study paths` times the choice."""
     skip_unless_built(head_dim, "bf16")
     monkeypatch.setenv(VARIABLE, "sms=132")
     one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)
