@@ -51,8 +51,8 @@ def test_no_plan_takes_more(
     ("batch", "seqlen_q", "seqlen_k", "paths"),
     [
         pytest.param(4, 4096, 4096, ("one-cta",), id="prefill"),
-        pytest.param(1, 1, 32_768, ("few-rows", "scores-first"), id="decode"),
-        pytest.param(2, 1, 131_072, ("few-rows", "scores-first"), id="long-decode"),
+        pytest.param(1, 1, 32_768, ("few-rows", "scores-first", "parts"), id="decode"),
+        pytest.param(2, 1, 131_072, ("few-rows", "scores-first", "parts"), id="long-decode"),
         pytest.param(2, 512, 8192, ("parts",), id="chunk"),
     ],
 )
