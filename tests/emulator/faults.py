@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "masks of a left window take a warp's first row for its last",
-        *(96, _CONSUMER, "last_token = token_of(call, warp_row + 15)", "last_token = token_of(call, warp_row)"),
+        *(96, _CONSUMER, "token_of(call, warp_row + 15)", "token_of(call, warp_row)"),
     ),
     Fault(
         "parts: Q of the wrong queries",
