@@ -84,30 +84,37 @@ SeenKeys seen_keys(const FwdParams& params, int block_m) {
 
 }  // namespace
 
-int block_rows(Family family, int block_m, int group) {
-  constexpr int kRows = sm90::kGroupRows;
-  return family == Family::kSm90 ? block_m / kRows * (kRows / group * group) : block_m;
+int group_room(Family family, int group) {
+  int room = 1;
+  while (room < group) {
+    room *= 2;
+  }
+  return family == Family::kSm90 ? room : group;
 }
 
-int group_of(const FwdParams& params, Family family, Path path, int block_m) {
-  const int all = params.h_h_k_ratio;
+int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
   if (family == Family::kSm90 && (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
-    // The largest power of two leaves no row of a warpgroup unused. All heads may fill fewer row
-    // blocks nevertheless.
-    const auto blocks = [&](int heads) {
-      const int rows = block_rows(family, block_m, heads);
-      return ceil_div(static_cast<long long>(params.seqlen_q) * heads, rows) * (all / heads);
+    const int all = params.h_h_k_ratio;
+    const auto fits = [&](int heads) {
+      return all % heads == 0 && heads <= sm90::kGroupRows &&
+             params.seqlen_q < (1 << 29) / group_room(family, heads);
     };
-    while (all % (2 * group) == 0 && 2 * group <= sm90::kGroupRows) {
+    while (fits(2 * group)) {
       group *= 2;
     }
-    if (group < all && all <= sm90::kGroupRows && blocks(all) < blocks(group)) {
+    // All heads that share a key head, where that fills fewer warpgroups though some of their rows
+    // stay unused: 8 queries of 5 heads fill one.
+    const auto warpgroups = [&](int heads) {
+      const long long rows = static_cast<long long>(params.seqlen_q) * group_room(family, heads);
+      return ceil_div(rows, sm90::kGroupRows) * (all / heads);
+    };
+    if (group < all && fits(all) && warpgroups(all) < warpgroups(group)) {
       group = all;
     }
   } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
-    group = all;
-    while (all % group != 0 || params.seqlen_q * group > kMostGroupRows) {
+    group = params.h_h_k_ratio;
+    while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
       --group;
     }
   }
@@ -123,9 +130,8 @@ int few_rows_tile(int rows) {
 }
 
 long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
-  const int group = group_of(params, family, path, block_m);
-  return ceil_div(static_cast<long long>(params.seqlen_q) * group,
-                  block_rows(family, block_m, group)) *
+  const int group = group_of(params, family, path);
+  return ceil_div(static_cast<long long>(params.seqlen_q) * group_room(family, group), block_m) *
          params.b * (params.h / group);
 }
 
@@ -171,8 +177,9 @@ double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, con
     const double seen = params.seqlen_q + std::max(params.window_size_right, 0) + kKeysPerBlock;
     keys = std::min(keys, params.window_size_left + seen);
   }
-  const double split = std::min(keys, double{tree.blocks_per_split} * tree.keys_per_block);
-  const double splits = std::min(std::ceil(keys / split), double{num_splits});
+  const double split =
+      std::min(keys, static_cast<double>(tree.blocks_per_split) * tree.keys_per_block);
+  const double splits = std::min(std::ceil(keys / split), static_cast<double>(num_splits));
   const double heads = static_cast<double>(params.b) * params.h_k;
   const double reading = 4 * keys * heads * head_dim / kBytesPerMicrosecond;
   const double blocks = row_blocks(params, kernel);
@@ -201,7 +208,9 @@ double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, con
     return kFewRowsTime.start + together(walk * tile * thousand_keys(kFewRowsTime), reading) +
            merged;
   }
-  const double filled = std::min(rows_of(params, kernel), kernel.block_m);
+  const int group = group_of(params, kernel.family, kernel.path);
+  const double filled =
+      std::min(params.seqlen_q * group_room(kernel.family, group), kernel.block_m);
   const double warpgroups = 1 + kSecondWarpgroup * std::max(filled / sm90::kGroupRows - 1, 0.);
   const PathTime& time = splits_share ? kPartsTime : kOneCtaTime;
   return time.start + together(walk * warpgroups * thousand_keys(time), reading) + merged;

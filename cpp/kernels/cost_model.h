@@ -15,18 +15,21 @@ inline int key_blocks(const FwdParams& params) {
 inline bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
 
 // Query heads whose rows share a row block: those that share a key head, or some of them.
-int group_of(const FwdParams& params, Family family, Path path, int block_m);
+int group_of(const FwdParams& params, Family family, Path path);
 
-inline int group_of(const FwdParams& params, const FwdKernel& kernel) {
-  return group_of(params, kernel.family, kernel.path, kernel.block_m);
+// The heads that rows of a token have room for: the copy engine of Hopper's kernels loads boxes of
+// 64 rows, in which those of a token begin at multiples of a power of two.
+int group_room(Family family, int group);
+
+// Rows of a row block that are rows of heads.
+inline int block_rows(const FwdKernel& kernel, int group) {
+  return kernel.family == Family::kSm90 ? kernel.block_m / group_room(kernel.family, group) * group
+                                        : kernel.block_m;
 }
 
-// Rows of a row block: in the sm90 family each warpgroup has all rows of some tokens.
-int block_rows(Family family, int block_m, int group);
-
 // Rows of a sequence and a group of heads.
-inline int rows_of(const FwdParams& params, const FwdKernel& kernel) {
-  return params.seqlen_q * group_of(params, kernel);
+inline int rows_of(const FwdParams& params, Family family, Path path) {
+  return params.seqlen_q * group_of(params, family, path);
 }
 
 // The lowest tile of the few-rows kernel that holds this many rows, or else the tallest.

@@ -92,7 +92,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
     const bool fits =
-        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, kernel));
+        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
     if (kernel.family == family && kernel.path == path && fits && takes_values(params, kernel) &&
         covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
@@ -125,15 +125,14 @@ Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int 
 // The row blocks that one launch must take together, ...
 int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
   return kernel.path == Path::kScoresFirst
-             ? std::max(num_blocks(rows_of(params, kernel), kScoreRows), 1)
+             ? std::max(num_blocks(rows_of(params, kernel.family, kernel.path), kScoreRows), 1)
              : 1;
 }
 
 // ... the rows of each that parts hold, ...
 int part_rows(const FwdParams& params, const FwdKernel& kernel) {
-  const int group = group_of(params, kernel);
-  return std::max(
-      std::min(block_rows(kernel.family, kernel.block_m, group), params.seqlen_q * group), 1);
+  const int group = group_of(params, kernel.family, kernel.path);
+  return std::max(std::min(block_rows(kernel, group), params.seqlen_q * group), 1);
 }
 
 // ... and the scratch memory that this many row blocks take.
@@ -420,7 +419,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   }
   plan.kernel = chosen.kernel;
   plan.writes_parts = chosen.writes_parts;
-  plan.group = group_of(params, *plan.kernel);
+  plan.group = group_of(params, plan.kernel->family, plan.kernel->path);
   plan.ctas = plan.ctas_per_launch =
       static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, kMaxCtas));
   const int ctas_per_sm = plan.kernel->ctas_per_sm;
@@ -549,7 +548,7 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
     return;
   }
   place_scratch(plan, static_cast<char*>(scratch), params);
-  params.parts.block_m = block_rows(plan.kernel->family, plan.kernel->block_m, plan.group);
+  params.parts.block_m = block_rows(*plan.kernel, plan.group);
   params.parts.rows = plan.part_rows;
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;

@@ -83,19 +83,19 @@ FAULTS = [
     ),
     Fault(
         "heads of a group write to the rows of the first",
-        *(96, _ROWS, "head_of(call, row) * head_stride", "0 * head_stride"),
+        *(96, _ROWS, "head_of(row) * head_stride", "0 * head_stride"),
     ),
     Fault(
         "rows beyond a group's heads are stored",
-        *(96, _ROWS, "row < work.rows && head_of(call, row) < call.group", "row < work.rows"),
+        *(96, _ROWS, "row < work.rows && head_of(row) < call.group", "row < work.rows"),
     ),
     Fault(
-        "heads are numbered as if groups had all powers of two",
+        "a group begins at a power of two",
         *(
             96,
             _PRODUCER,
             "work.bidb * call.units) * call.group;",
-            "work.bidb * call.units) * (64 / call.tokens);",
+            "work.bidb * call.units) << call.group_bits;",
         ),
     ),
     Fault(
@@ -113,13 +113,13 @@ FAULTS = [
     ),
     Fault(
         "masks of a left window take a warp's first row for its last",
-        *(96, _CONSUMER, "token_of(call, warp_row + 15)", "token_of(call, warp_row)"),
+        *(96, _CONSUMER, "last_token = (warp_row + 15) >>", "last_token = warp_row >>"),
     ),
     Fault(
         "parts: Q of the wrong queries",
         96,
         _PRODUCER,
-        "token_of(call, work.first_row + group * kGroupRows)",
+        "((work.first_row + group * kGroupRows) >> call.group_bits)",
         "(work.first_row + group * kGroupRows)",
     ),
     Fault(
@@ -252,7 +252,7 @@ FAULTS = [
         *(
             64,
             _ROWS,
-            "call.sinks[work.bidh + min(head_of(call, row + 8 * r), call.group - 1)]",
+            "call.sinks[work.bidh + min(head_of(row + 8 * r), call.group - 1)]",
             "call.sinks[work.bidh]",
         ),
     ),

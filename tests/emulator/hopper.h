@@ -297,7 +297,7 @@ struct Hopper : Extension {
     if ((to - kSharedStart) % 1024 != 0) {
       fail("a box at %u", to);
     }
-    const int bytes = bytes_of(box.map) + unused_bytes(box.map);
+    const int bytes = bytes_of(box.map);
     at(to, 16), at(to + bytes - 16, 16);
     const int me = static_cast<int>(current->index.x);
     const Access write{kCopyEngine + b.number, b.phase + 1};
@@ -328,15 +328,8 @@ struct Hopper : Extension {
   static int bytes_of(const Map& map) {
     return static_cast<int>(2 * map.box[0] * map.box[1] * map.box[2] * map.box[3]);
   }
-  // Rows of a warpgroup that no query has: they hold anything, here NaN.
-  static int unused_bytes(const Map& map) {
-    return map.box[1] > 1 ? 64 * 128 - bytes_of(map) : 0;
-  }
   void carry_out(const Box& box) {
     const Map& map = box.map;
-    if (const int unused = unused_bytes(map)) {
-      std::memset(at(box.to + bytes_of(map), unused), 0xff, unused);
-    }
     uint32_t row = 0;
     for (uint32_t i2 = 0; i2 < map.box[2]; ++i2) {
       for (uint32_t i1 = 0; i1 < map.box[1]; ++i1, ++row) {

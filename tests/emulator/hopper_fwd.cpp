@@ -109,7 +109,7 @@ struct Call {
 
   explicit Call(unsigned seed) {
     draw_source.seed(seed);
-    const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 5, 6, 7, 8, 12});
+    const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 6, 8});
     const int heads = heads_k * group;
     const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
     std::mt19937 own_source(seed);

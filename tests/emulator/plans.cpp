@@ -295,9 +295,12 @@ int main(int, char** arguments) {
     seen = {&plan, &params, &device};
     const FwdKernel& kernel = *plan.kernel;
     seen.units = static_cast<long long>(params.b) * params.h / plan.group;
-    const long long block_rows = kernel.family == Family::kSm90
-                                     ? kernel.block_m / 64 * (64 / plan.group * plan.group)
-                                     : kernel.block_m;
+    int room = 1;  // as the copy engine loads boxes of heads
+    while (room < plan.group) {
+      room *= 2;
+    }
+    const long long block_rows =
+        kernel.family == Family::kSm90 ? kernel.block_m / room * plan.group : kernel.block_m;
     seen.row_tiles =
         (static_cast<long long>(params.seqlen_q) * plan.group + block_rows - 1) / block_rows;
     const long long parts = plan.writes_parts ? plan.num_splits : 1;

@@ -120,20 +120,22 @@ struct RowKeys {
   __device__ __forceinline__ RowKeys(const FwdCall& call, const Work& work, int group, int warp)
       : tile(blocks_of_rows<T>(call, work, work.first_row, T::kRows)),
         own{0, 0},
-        diagonal(work.seqlen_k - token_of(call, work.rows)),
+        diagonal(work.seqlen_k - (work.rows >> call.group_bits)),
         seqlen_k(work.seqlen_k) {
     first_row = work.first_row + group * kGroupRows;
     if (first_row < work.rows) {
       own = blocks_of_rows<T>(call, work, first_row, kGroupRows);
     }
     const int warp_row = first_row + 16 * warp;
-    const int first_token = token_of(call, warp_row);
-    const int last_token = token_of(call, warp_row + 15);
+    const int first_token = warp_row >> call.group_bits;
+    const int last_token = (warp_row + 15) >> call.group_bits;
     seen_end = min(seqlen_k, first_token + diagonal + 1 + call.window_right);
     seen_begin = last_token + diagonal - call.window_left;
     if constexpr (T::kLoopsInside) {
-      const int begin = token_of(call, first_row + kGroupRows - 1) + diagonal - call.window_left;
-      const int end = min(seqlen_k, token_of(call, first_row) + diagonal + 1 + call.window_right);
+      const int begin =
+          ((first_row + kGroupRows - 1) >> call.group_bits) + diagonal - call.window_left;
+      const int end =
+          min(seqlen_k, (first_row >> call.group_bits) + diagonal + 1 + call.window_right);
       inside = {(max(begin, 0) + T::kKeys - 1) / T::kKeys, max(end, 0) / T::kKeys};
     }
   }
@@ -156,7 +158,7 @@ struct RowKeys {
       const int row = first_row + row_in_group;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int position = token_of(call, row + 8 * r) + diagonal;
+        const int position = ((row + 8 * r) >> call.group_bits) + diagonal;
         const int end = min(seqlen_k, position + 1 + call.window_right) - column;
         const int begin = position - call.window_left - column;
 #pragma unroll
@@ -510,7 +512,7 @@ struct Consumer {
     if constexpr (T::kWaitsInLines) {
       const Work work = ends.work_of(turn);
       const int row = work.first_row + group * kGroupRows + thread / 32 * 16;
-      const bool all_heads = call.tokens * call.group == kGroupRows;
+      const bool all_heads = call.group == 1 << call.group_bits;
       lines.whole =
           __all_sync(~0u, all_heads && row + 16 <= work.rows && call.head_dim_v == T::kHeadDimV);
       const auto bytes_to = [&](int rows) {

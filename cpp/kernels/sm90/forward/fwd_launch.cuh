@@ -94,11 +94,11 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   static_cast<FwdParams&>(call) = params;
   call.window_left = params.window_left < 0 ? kUnlimited : params.window_left;
   call.window_right = params.window_right < 0 ? kUnlimited : params.window_right;
-  call.tokens = kGroupRows / params.group;
-  call.inverse = ((1 << 16) + params.group - 1) / params.group;
+  while (1 << call.group_bits < params.group) {
+    ++call.group_bits;
+  }
   call.units = params.heads / params.group;
-  const int tile_tokens = call.tokens * T::kWarpgroups;
-  call.row_tiles = (params.seqlen_q + tile_tokens - 1) / tile_tokens;
+  call.row_tiles = ((params.seqlen_q << call.group_bits) + T::kRows - 1) / T::kRows;
   const bool parts = params.parts.acc != nullptr;
   call.first_tile = params.parts.first_tile;
   call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * call.units;
@@ -114,7 +114,8 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
 
   using Element = typename T::Element;
   const FwdTensors tensors = fwd_tensors(params);
-  const CUtensorMap q_map = tensor_map<Element>(tensors.q, call.tokens, params.group);
+  const CUtensorMap q_map =
+      tensor_map<Element>(tensors.q, kGroupRows >> call.group_bits, 1 << call.group_bits);
   const CUtensorMap k_map = tensor_map<Element>(tensors.k, call.box_keys);
   const CUtensorMap v_map = tensor_map<Element>(tensors.v, call.box_keys);
 

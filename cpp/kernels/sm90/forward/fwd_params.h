@@ -42,7 +42,9 @@ struct FwdParams {
   const float* sinks;  // (heads): of each query head; nullptr: there are none
   int64_t lse_batch_stride, lse_head_stride;
 
-  // Query heads of one key head whose rows stand in one tile: 1 to kGroupRows.
+  // Query heads of one key head whose rows stand in one tile: row = token * room + head, where room
+  // is the next power of two, at most kGroupRows. Rows beyond the group's heads are computed from
+  // whatever Q has there, and not stored.
   int group;
 
   int batch, kv_batch;

@@ -30,10 +30,10 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int number) {
   work.bidh = (unit - work.bidb * call.units) * call.group;
   const int b = work.bidb;
   work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
-  work.rows = rows_of(
-      call,
+  work.rows =
       within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
-             call.seqlen_q));
+             call.seqlen_q)
+      << call.group_bits;
   const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
   const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
@@ -57,17 +57,12 @@ __device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
                                       : static_cast<int>(atomicAdd(call.tile_counter, 1u));
 }
 
-// Of a box of Q: the rows of a warpgroup.
-__device__ __forceinline__ int box_bytes(const FwdCall& call) {
-  return call.tokens * call.group * kBoxRowBytes;
-}
-
 // Boxes `begin` to `end` of Q, of one warpgroup's rows.
 template <typename T>
 __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
                                                  const Work& work, int group, int begin, int end,
                                                  uint32_t to, uint32_t full) {
-  const int row = work.q_row + token_of(call, work.first_row + group * kGroupRows);
+  const int row = work.q_row + ((work.first_row + group * kGroupRows) >> call.group_bits);
   const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
 #pragma unroll
   for (int box = begin; box < end; ++box) {
@@ -192,7 +187,7 @@ __device__ __forceinline__ void load_keys(const FwdCall& call, const CUtensorMap
       constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
       constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
       if (lane == 0) {
-        barrier_expect(full, kGroups * T::kRingBoxes * box_bytes(call));
+        barrier_expect(full, kGroups * kGroupBytes);
 #pragma unroll 1
         for (int i = 0; i < kGroups; ++i) {
           load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
@@ -267,7 +262,7 @@ __device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensor
     for (int group = 0; group < kGroups; ++group) {
       const uint32_t full = shared + T::kQFull + 8 * group;
       barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
-      barrier_expect(full, (T::kBoxes - T::kRingBoxes) * box_bytes(call));
+      barrier_expect(full, T::kQGroupBytes);
       load_query_boxes<T>(call, q_map, work, group, T::kRingBoxes, T::kBoxes,
                           shared + group * T::kQGroupBytes, full);
     }

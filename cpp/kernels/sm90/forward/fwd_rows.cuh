@@ -31,11 +31,15 @@ struct RowEnds {
   // Where a row lies, from the first query of its sequence and the first head of its group.
   __device__ __forceinline__ int64_t offset(int row, int64_t row_stride,
                                             int64_t head_stride) const {
-    return token_of(call, row) * row_stride + head_of(call, row) * head_stride;
+    return (row >> call.group_bits) * row_stride + head_of(row) * head_stride;
+  }
+
+  __device__ __forceinline__ int head_of(int row) const {
+    return row & ((1 << call.group_bits) - 1);
   }
 
   __device__ __forceinline__ bool is_row(const Work& work, int row) const {
-    return row < work.rows && head_of(call, row) < call.group;
+    return row < work.rows && head_of(row) < call.group;
   }
 
   __device__ __forceinline__ Element* row_of_out(const Work& work, int row) const {
@@ -59,7 +63,7 @@ struct RowEnds {
       float weights[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float sink = call.sinks[work.bidh + min(head_of(call, row + 8 * r), call.group - 1)];
+        const float sink = call.sinks[work.bidh + min(head_of(row + 8 * r), call.group - 1)];
         weights[r] = merge_sink(sink, call.scale, call.scale_log2, rows.max[r], rows.sum[r]);
       }
       rescale(acc, weights);

@@ -17,8 +17,7 @@ struct FwdCall : FwdParams {
   int row_tiles;        // of the longest sequence
   int units;            // groups of heads
   int units_at_a_time;  // (batch, group) pairs whose tiles are worked on together
-  int tokens;           // of a warpgroup: as many as have room for rows of all heads of the group
-  int inverse;          // 2^16 over the heads of the group, rounded up
+  int group_bits;  // log2 of the heads that rows of a token have room for: the group's, or more
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
@@ -26,27 +25,6 @@ struct FwdCall : FwdParams {
   int box_keys;      // keys that one box holds: all of them lie in one page
   int block_boxes;   // boxes of a block: a power of two, at most 8
 };
-
-// A warpgroup has the rows of call.tokens tokens: row = group * token + head. Rows behind them are
-// nobody's, where the heads of a group do not divide 64, and count for the last token.
-__device__ __forceinline__ int token_in_warpgroup(const FwdCall& call, int row) {
-  return min((row & (kGroupRows - 1)) * call.inverse >> 16, call.tokens - 1);
-}
-
-__device__ __forceinline__ int token_of(const FwdCall& call, int row) {
-  const unsigned warpgroup = static_cast<unsigned>(row) / kGroupRows;
-  return static_cast<int>(warpgroup) * call.tokens + token_in_warpgroup(call, row);
-}
-
-__device__ __forceinline__ int head_of(const FwdCall& call, int row) {
-  return (row & (kGroupRows - 1)) - token_in_warpgroup(call, row) * call.group;
-}
-
-// How many rows a sequence has, rows of nobody between them too.
-__device__ __forceinline__ int rows_of(const FwdCall& call, int tokens) {
-  const int warpgroups = tokens / call.tokens;
-  return warpgroups * kGroupRows + (tokens - warpgroups * call.tokens) * call.group;
-}
 
 struct KeyRange {
   int begin, end;
@@ -73,7 +51,7 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
 struct Work {
   int first_row;   // in its sequence; below 0: there is no more work
   int bidb, bidh;  // the first head
-  int rows;        // of the sequence; token_of(call, rows) is the number of its queries
+  int rows;        // of the sequence: queries times heads that they have room for
   int seqlen_k;
   int q_row;  // of the sequence's first query: packed sequences follow one another
   // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
@@ -88,8 +66,8 @@ __device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Wo
                                                    int first_row, int rows) {
   const int last_row = min(first_row + rows, work.rows) - 1;
   const KeyRange seen =
-      blocks_of<T>(visible_keys(call, work.seqlen_k - token_of(call, work.rows), work.seqlen_k,
-                                token_of(call, first_row), token_of(call, last_row)));
+      blocks_of<T>(visible_keys(call, work.seqlen_k - (work.rows >> call.group_bits), work.seqlen_k,
+                                first_row >> call.group_bits, last_row >> call.group_bits));
   const int first = work.split * call.part_blocks;
   const KeyRange blocks = {max(seen.begin, first), min(seen.end, first + call.part_blocks)};
   return blocks.end > blocks.begin ? blocks : KeyRange{0, 0};
