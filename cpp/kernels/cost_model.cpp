@@ -103,13 +103,13 @@ int group_of(const FwdParams& params, Family family, Path path) {
     while (fits(2 * group)) {
       group *= 2;
     }
-    // All heads that share a key head, where that fills fewer warpgroups though some of their rows
-    // stay unused: 8 queries of 5 heads fill one.
-    const auto warpgroups = [&](int heads) {
+    // All heads that share a key head, where that fills fewer tiles, of 128 rows at least, though
+    // some of their rows stay unused: 8 queries of 5 heads fill one.
+    const auto tiles = [&](int heads) {
       const long long rows = static_cast<long long>(params.seqlen_q) * group_room(family, heads);
-      return ceil_div(rows, sm90::kGroupRows) * (all / heads);
+      return ceil_div(rows, 2 * sm90::kGroupRows) * (all / heads);
     };
-    if (group < all && fits(all) && warpgroups(all) < warpgroups(group)) {
+    if (group < all && fits(all) && tiles(all) < tiles(group)) {
       group = all;
     }
   } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
