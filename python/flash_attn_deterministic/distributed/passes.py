@@ -108,12 +108,11 @@ class _Steps:
             found = []
             if self._part.rows is None:
                 found = [tensor[:, step.of_rows] for tensor in self._rows]
-            for message in arriving:
-                found += message.new()
+            found += [tensor for message in arriving for tensor in message.new()]
             self._coming = self._start(step.head + step.size)
             count = len(self._rows)
             rows, keys = found[:count], found[count:]
-            del found, arriving, message
+            del found, arriving
             yield step, rows, keys
 
 
