@@ -214,16 +214,8 @@ def test_steps_of_a_server_count_while_all_its_requests_run() -> None:
     assert 1 <= found["decode"] < 20
 
 
-def _answers(pipe: Any, *answers: Any) -> None:
-    for answer in answers:
-        pipe.send(answer)
-    if not answers:
-        time.sleep(99)
-    raise ValueError(pipe.recv())
-
-
 def test_a_worker_that_fails_or_hangs_is_left_out() -> None:
-    workers = {"fails": vllm.Worker(_answers, 1), "hangs": vllm.Worker(_answers)}
+    workers = {"fails": vllm.Worker(ranks.answer, 1), "hangs": vllm.Worker(ranks.answer)}
     failed: dict[str, str] = {}
     end = time.monotonic() + 300
     assert vllm.next_answer(workers, "fails", end, failed) == 1
