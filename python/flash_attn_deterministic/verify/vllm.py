@@ -66,7 +66,7 @@ class Outcome:
     check: str
     requests: int
     equal: int
-    worst: float  # difference of log-probabilities; infinite where tokens differ
+    worst: float | None  # difference of log-probabilities; None where tokens differ
     first: Module | None = None
 
 
@@ -220,12 +220,14 @@ def run_checks(checks: Sequence[Check], model: torch.nn.Module | None = None) ->
 def compare(check: Check, left: Sequence[Answer], right: Sequence[Answer]) -> Outcome:
     """Compares the answers of both ways bit for bit."""
     equal, worst = 0, 0.0
+    same_tokens = True
     for one, other in zip(left[: check.requests], right[: check.requests], strict=True):
         equal += one == other
         pairs = zip(one.logprobs, other.logprobs, strict=True)
         apart = max((abs(a - b) for a, b in pairs), default=0.0)
-        worst = max(worst, apart if one.tokens == other.tokens else float("inf"))
-    return Outcome(check.name, check.requests, equal, worst)
+        worst = max(worst, apart)
+        same_tokens &= one.tokens == other.tokens
+    return Outcome(check.name, check.requests, equal, worst if same_tokens else None)
 
 
 def comparable(requests: int, left: Sequence[Answer], right: Sequence[Answer]) -> set[int]:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.errors import ArgumentError
 from flash_attn_deterministic.verify import vllm as check
 from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.shared.files import json_text
 from flash_attn_deterministic.verify.vllm import Answer
 
 LENGTHS = (3, 8, 17)
@@ -155,6 +157,13 @@ def test_nothing_is_named_without_a_fault() -> None:
     engine = Engine()
     for outcome in check.run_checks(check.list_checks(engine, LENGTHS), engine.model):
         assert (outcome.equal, outcome.worst, outcome.first) == (outcome.requests, 0.0, None)
+
+
+def test_a_report_of_other_tokens_is_json() -> None:
+    one = check.Check("alone, in a batch", 1, (list, list))
+    outcome = check.compare(one, [Answer([5, 6], [-1.0])], [Answer([5, 7], [-2.0])])
+    assert (outcome.equal, outcome.worst) == (0, None)
+    assert json.loads(json_text(asdict(outcome)))["worst"] is None
 
 
 def test_prompts_share_no_token_at_a_position() -> None:
