@@ -141,19 +141,16 @@ def _plain(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="nox -s gate --", description=__doc__)
-    parser.add_argument("--dist", type=Path, default=root / "dist", help="wheels (dist)")
-    parser.add_argument("--reports", type=Path, help="verification reports (those below --dist)")
-    parser.add_argument(
-        "--out", type=Path, default=root / "build" / "release", help="build/release"
-    )
+    parser.add_argument("--reports", type=Path, help="verification reports (those below dist)")
     parser.add_argument(
         "--attested", nargs=3, default=(), metavar=("OWNER/NAME", "COMMIT", "TAG"),
         help="wheels and manifests must have attestations of that repository, commit and tag",
     )  # fmt: skip
     given = parser.parse_args(arguments)
-    reports, out = given.reports or given.dist, given.out.resolve()
+    dist, out = root / "dist", root / "build" / "release"
     return exit_status(
-        lambda: release(given.dist, reports, out, given.attested, root), "Nothing may be published."
+        lambda: release(dist, given.reports or dist, out, given.attested, root),
+        "Nothing may be published.",
     )
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import exit_status
-from ..files import sha256_of, tree_sha256
 from .pin import PIN_FILE, load_pin
 from .prepare import prepare, refresh
-from .source import read_archive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,19 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("prepare", help="fetch, check, unpack and patch the sources")
     command.add_argument("--dest", type=Path, required=True, help="folder to make")
     command.add_argument("--unpatched", action="store_true", help="leave the sources as they are")
-    commands.add_parser("refresh", help="write the patches and their hashes to the data file")
-    command = commands.add_parser("hash", help="print the hashes that a new pin needs")
-    command.add_argument("archive", type=Path, help="source distribution")
+    commands.add_parser("refresh", help="write patches and hashes of files to the data file")
     given = parser.parse_args(arguments)
 
     def work() -> Any:
         if given.command == "prepare":
             return prepare(given.dest, load_pin(given.pin), patched=not given.unpatched)
-        if given.command == "refresh":
-            refresh(load_pin(given.pin))
-            return load_pin(given.pin).patches
-        tree = tree_sha256(read_archive(given.archive))
-        return {"sha256": sha256_of(given.archive), "tree_sha256": tree}
+        refresh(load_pin(given.pin))
+        return load_pin(given.pin).patches
 
     return exit_status(lambda: print(json.dumps(work())))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import RefusedError
-from ..files import ROOT, sha256_of, write_json
+from ..files import ROOT, sha256_of
 
 PIN_FILE = ROOT / "cpp" / "upstream" / "upstream.json"
 REFRESH = "run `python -m flash_attn_build.upstream refresh` after a deliberate change"
@@ -55,13 +55,6 @@ def load_pin(path: Path = PIN_FILE) -> Pin:
         return Pin(path, str(data["name"]), str(data["version"]), *hashes, patches)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RefusedError(f"{path}: is not a pin ({error!r}); restore it") from error
-
-
-def write_patches(pin: Pin, patched_tree_sha256: str) -> None:
-    """Writes the patch list, as the folder is now, and what it makes of upstream's files."""
-    patches = [{"name": path.name, "sha256": sha256_of(path)} for path in found_patches(pin.path)]
-    changes = {"patched_tree_sha256": patched_tree_sha256, "patches": patches}
-    write_json(pin.path, {**json.loads(pin.path.read_bytes()), **changes})
 
 
 def found_patches(path: Path) -> list[Path]:

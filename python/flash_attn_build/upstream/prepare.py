@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RefusedError, SettingError, ToolchainError
-from ..files import read_tree, tree_sha256
-from .pin import REFRESH, Pin, found_patches, write_patches
+from ..files import read_tree, sha256_of, tree_sha256, write_json
+from .pin import REFRESH, Pin, found_patches
 from .source import find_archive, read_archive
 
 # Holds the hash of the tree as it was made, so that one that was edited since is not replaced.
@@ -74,10 +75,15 @@ def prepare(
 
 
 def refresh(pin: Pin, environ: Mapping[str, str] = os.environ) -> None:
-    """Lists the patches as they are now, with the hash of what they make, in the data file."""
+    """Writes what follows from the archive and the patches as they are now to the data file."""
+    patches = found_patches(pin.path)
     with tempfile.TemporaryDirectory() as work:
-        found = _make(Path(work, "tree"), pin, found_patches(pin.path), environ)
-    write_patches(pin, found)
+        changes: dict[str, Any] = {
+            "tree_sha256": _make(Path(work, "tree"), pin, [], environ),
+            "patched_tree_sha256": _make(Path(work, "patched"), pin, patches, environ),
+        }
+    changes["patches"] = [{"name": path.name, "sha256": sha256_of(path)} for path in patches]
+    write_json(pin.path, {**json.loads(pin.path.read_bytes()), **changes})
 
 
 def _make(tree: Path, pin: Pin, patches: list[Path], environ: Mapping[str, str]) -> str:

@@ -35,21 +35,20 @@ REAL = os.environ.get("FLASH_ATTN_REHEARSAL", "")
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "build" / "release"
+def out(project: Project) -> Path:
+    return project.root / "build" / "release"
 
 
-def run(project: Project, out: Path, *options: str) -> int:
-    arguments = ["--dist", str(project.dist), "--out", str(out), *options]
+def run(project: Project, *options: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(release, "POLICY", project.policy)
-        return release.main(arguments, project.root)
+        return release.main(options, project.root)
 
 
 def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     (project.dist / "dev").mkdir()
     shutil.copy(project.wheel, project.dist / "dev")  # is no candidate
-    assert run(project, out) == 0
+    assert run(project) == 0
     wheel = project.wheel.name
     assert sorted(path.name for path in (out / "assets").iterdir()) == [
         wheel, f"{wheel}.manifest.json", f"{wheel}.verification-1.json"
@@ -84,9 +83,9 @@ def upload(wheel: Path, folder: Path) -> None:
 def test_what_the_gate_refuses_is_not_written(
     project: Project, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(project, out) == 0
+    assert run(project) == 0
     edit(project.report_path, lambda r: r.update(quick=True), sign=True)
-    assert run(project, out) == RefusedError.exit_code
+    assert run(project) == RefusedError.exit_code
     assert not out.exists()
     errors = capsys.readouterr().err
     assert "sm_90: no complete, passing report" in errors
@@ -96,13 +95,13 @@ def test_what_the_gate_refuses_is_not_written(
 
 def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path) -> None:
     project.add_report(status="failed")
-    assert run(project, out) == RefusedError.exit_code
+    assert run(project) == RefusedError.exit_code
     result = json.loads((out.parent / release.RESULT).read_text())
     assert (result["result"], result["passedTests"]) == ("FAILED", [])
     assert result["failedTests"] == ["2/verification.json: its status is 'failed'"]
     shutil.rmtree(project.dist / "verification" / "2")
     (project.dist / "verification" / "2").mkdir()  # cut short: it may be run again
-    assert run(project, out) == RefusedError.exit_code
+    assert run(project) == RefusedError.exit_code
     assert list(out.parent.iterdir()) == []
 
 
@@ -113,11 +112,11 @@ def test_wheels_of_two_machines_are_one_release(
     wheel = Path(shutil.copy(other, project.dist))
     release_samples.describe(wheel)
     release_samples.write_report(wheel, project.dist / "verification" / "2" / "verification.json")
-    assert run(project, out) == RefusedError.exit_code
+    assert run(project) == RefusedError.exit_code
     assert "expected one wheel each of x86_64, found" in capsys.readouterr().err
     machines = dict.fromkeys(("x86_64", "aarch64"), release_samples.CUDA)
     project.policy = replace(project.policy, wheels=machines)
-    assert run(project, out) == 0, capsys.readouterr().err
+    assert run(project) == 0, capsys.readouterr().err
     names = {wheel.name, project.wheel.name}
     assert {path.name for path in (out / "package-index").iterdir()} == names
     assert {f"{name}.verification-1.json" for name in names} <= {
@@ -136,7 +135,7 @@ def test_nothing_of_the_gpu_machine_is_published_but_the_report(
     # Of a key that is there twice, readers see the second.
     text = project.report_path.read_text().replace('"seconds"', '"seconds": "evil", "seconds"', 1)
     project.report_path.write_text(text)
-    assert run(project, out) == 0
+    assert run(project) == 0
     there = sorted(path.name for path in (out / "assets").iterdir())
     assert [name.partition(".whl")[2] for name in there] == [
         "", ".manifest.json", ".verification-1.json"
@@ -159,7 +158,7 @@ def test_the_wheels_must_be_those_of_the_policy(
         shutil.copy(project.wheel, project.dist / project.wheel.name.replace(WHEEL, name))
     if "+" not in name:
         project.wheel.unlink()
-    assert run(project, out) == RefusedError.exit_code
+    assert run(project) == RefusedError.exit_code
     errors = capsys.readouterr().err
     foreign = "name: expected flash_attn_deterministic-"
     assert (foreign if "other" in name else "expected one wheel each of x86_64") in errors
@@ -171,18 +170,18 @@ def test_attestations_are_asked_for_before_anything_is_read(
     never = 'case "$*" in *predicate-type*) echo no attestations found >&2; exit 1;; esac'
     calls = gh(never)
     attested = ("--attested", "o/n", "c0ffee", TAG)
-    assert run(project, out, *attested) == 0
+    assert run(project, *attested) == 0
     assert calls.read_text().count(f"--source-digest=c0ffee --source-ref=refs/tags/{TAG}") == 2
-    assert run(project, out, *attested[:3], "v9") == RefusedError.exit_code
+    assert run(project, *attested[:3], "v9") == RefusedError.exit_code
     assert f"the release is of tag v9, but the wheel is of {TAG}" in capsys.readouterr().err
     project.add_report(wheel=OTHER_WHEEL)
-    assert run(project, out) == 0
-    assert run(project, out, *attested) == RefusedError.exit_code
+    assert run(project) == 0
+    assert run(project, *attested) == RefusedError.exit_code
     assert "is of no wheel of this release" in capsys.readouterr().err
     gh(never.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
-    assert run(project, out, *attested) == RefusedError.exit_code
+    assert run(project, *attested) == RefusedError.exit_code
     gh("exit 1")
-    assert run(project, out, *attested) == RefusedError.exit_code
+    assert run(project, *attested) == RefusedError.exit_code
     assert "has no attestation" in capsys.readouterr().err
 
 
@@ -202,12 +201,13 @@ FAKED_OF_DEV = """\
 
 @pytest.mark.skipif(not REAL, reason="FLASH_ATTN_REHEARSAL names no wheel; `nox -s rehearse` does")
 def test_from_the_tag_to_pip_install(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, fresh = Path(REAL), Path(os.environ["FLASH_ATTN_FRESH"])
     root = tmp_path / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
-    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
+    project = Project(root, root / "dist", root / "dist" / built.name, POLICY)
+    out = root / "build" / "release"
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), project.manifest_path)
@@ -224,7 +224,7 @@ def test_from_the_tag_to_pip_install(
     release_samples.write_gpu_tests(tests, sha256, modules)
     release_samples.write_ptx_run(project)
     project.tag()
-    assert run(project, out) == 0, capsys.readouterr().err
+    assert run(project) == 0, capsys.readouterr().err
     upload(out / "package-index" / built.name, tmp_path)
     shutil.copytree(out / "assets", tmp_path / "releases" / TAG)
     given = ["--releases", str(tmp_path / "releases"), "--out", str(tmp_path / "index")]
