@@ -14,7 +14,7 @@ from flash_attn_build.compile import toolchain
 from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import archive, check, dist_info, sbom
 
-TAG = check.TAGS["EM_X86_64"]
+TAG, ARM_TAG = check.TAGS["EM_X86_64"], check.TAGS["EM_AARCH64"]
 INFO: Mapping[str, Any] = {
     "schema": 1,
     "upstream": {
@@ -95,18 +95,25 @@ def _compile(command: list[str], source: str, folder: Path) -> None:
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
 
 
-def contents(binary: bytes, tag: str = TAG, version: str = VERSION) -> dict[str, bytes]:
+def for_arm(binary: bytes) -> bytes:
+    """Says of a library that it is for aarch64."""
+    return binary[:18] + (183).to_bytes(2, "little") + binary[20:]  # EM_AARCH64
+
+
+def contents(
+    binary: bytes, tag: str = TAG, version: str = VERSION, info: Mapping[str, Any] = INFO
+) -> dict[str, bytes]:
     """The files of a wheel that is as it should be, but for the RECORD."""
     folder = dist_info.folder(version)
     return {
         "flash_attn_deterministic/__init__.py": b"",
         "flash_attn_deterministic/py.typed": b"",
         check.LIBRARY: binary,
-        check.BUILD_INFO: json.dumps(INFO).encode(),
+        check.BUILD_INFO: json.dumps(info).encode(),
         **dict.fromkeys(check.LICENSES, b"text"),
         **dist_info.files(ROOT, version.partition("+")[2], tag),
         **{f"{folder}/licenses/{each.text_name}": each.text for each in COMPONENTS},
-        f"{folder}/sboms/{sbom.FILE_NAME}": sbom.describe(version, INFO, binary, COMPONENTS, DATE),
+        f"{folder}/sboms/{sbom.FILE_NAME}": sbom.describe(version, info, binary, COMPONENTS, DATE),
     }
 
 

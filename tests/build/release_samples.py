@@ -18,7 +18,7 @@ from flash_attn_build.release import policy as policies
 from flash_attn_build.release.gate import Verdict, decide, find_runs
 from flash_attn_build.release.policy import Policy
 from flash_attn_build.release.report import digest, read_report
-from flash_attn_build.wheel import check, dist_info, sbom
+from flash_attn_build.wheel import check, dist_info
 
 SCHEMA: Mapping[str, Any] = json.loads((ROOT / "docs/verification.schema.json").read_text())
 SETTINGS = {
@@ -158,8 +158,7 @@ def make(root: Path, wheel: Path) -> Project:
     with zipfile.ZipFile(placed) as archive:
         for name in archive.namelist():
             if name.startswith(f"{dist_info.PACKAGE}/") and name.endswith((".py", ".typed")):
-                (root / "python" / name).parent.mkdir(parents=True, exist_ok=True)
-                (root / "python" / name).write_bytes(archive.read(name))
+                files.write_text(root / "python" / name, archive.read(name).decode())
     for module in (*MODULES, "tests.gpu.ranks.test_two"):
         files.write_text(root / f"{module.replace('.', '/')}.py", "")
     project = Project(root, dist, placed)
@@ -275,17 +274,12 @@ def sections(**states: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def wheel(folder: Path, files: Mapping[str, bytes] | None = None, machine: str = "x86_64") -> Path:
-    """Makes a wheel that passes every check of the build, with more files if given."""
+def wheel(folder: Path, files: Mapping[str, bytes] | None = None, arm: bool = False) -> Path:
+    """Makes a wheel that passes every check of the gate, with more files if given."""
     binary, tag = fake_wheel.library(folder / "library"), fake_wheel.TAG
-    if machine == "aarch64":
-        binary = binary[:18] + (183).to_bytes(2, "little") + binary[20:]  # EM_AARCH64
-    contents = fake_wheel.contents(binary, tag := tag.replace("x86_64", machine))
+    if arm:
+        binary, tag = fake_wheel.for_arm(binary), fake_wheel.ARM_TAG
     write_native(folder / "tree")
-    stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree")}
-    contents[check.BUILD_INFO] = json.dumps(stated).encode()
-    bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
-    contents[bill] = sbom.describe(
-        fake_wheel.VERSION, stated, binary, fake_wheel.COMPONENTS, fake_wheel.DATE
-    )
+    info = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree")}
+    contents = fake_wheel.contents(binary, tag, info=info)
     return fake_wheel.pack(folder, {**contents, **(files or {})}, tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import pytest
+from flash_attn_build.files import write_text
 
 
 @contextmanager
@@ -63,10 +65,19 @@ def uploads(folder: Path) -> AbstractContextManager[str]:
     return serving(make_server("127.0.0.1", 0, app, handler_class=Handler))
 
 
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    """Bytes of all files below a folder, by POSIX path relative to it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 def program(path: Path, text: str) -> Path:
     """Writes a shell script that may be run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    write_text(path, f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 

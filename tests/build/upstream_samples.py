@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flash_attn_build.files import sha256_of, write_json, write_text
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import refresh
 
@@ -70,10 +69,6 @@ Why: to show how it is done.
 """
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def make_archive(path: Path, files: Mapping[str, str] = FILES, **extra: Any) -> Path:
     """Writes a source distribution; `extra`: fields of one more member, that of fwd.cu again."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,35 +85,26 @@ def make_archive(path: Path, files: Mapping[str, str] = FILES, **extra: Any) -> 
     return path
 
 
-def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = None) -> Pin:
-    """Writes upstream.json and patches/ for an archive; returns the pin, as loaded."""
+def make_pin(folder: Path, archive: Path) -> Pin:
+    """Writes upstream.json and a patch for an archive; returns the pin, as loaded."""
     data = {
         "schema": 2,
         "name": NAME,
         "version": VERSION,
-        "sdist": {"sha256": sha256(archive.read_bytes())},
+        "sdist": {"sha256": sha256_of(archive)},
         "tree_sha256": "0" * 64,
         "patched_tree_sha256": "0" * 64,
         "patches": [],
     }
-    (folder / "patches").mkdir(parents=True)
-    for name, text in (patches or {}).items():
-        (folder / "patches" / name).write_text(text)
-    (folder / "upstream.json").write_text(json.dumps(data))
+    write_text(folder / "patches" / FIRST, PATCH)
+    write_json(folder / "upstream.json", data)
     refresh(load_pin(folder / "upstream.json"), {"FLASH_ATTENTION_SOURCE": str(archive)})
     return load_pin(folder / "upstream.json")
-
-
-def tree_of(folder: Path) -> dict[str, bytes]:
-    """Bytes of all files below a folder, by POSIX path relative to it."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def make_index(folder: Path, archive: Path) -> Path:
     """Writes a simple index of one file."""
     page = folder / "flash-attn"
-    page.mkdir(parents=True)
+    write_text(page / "index.html", f'<a href="{SDIST}">{SDIST}</a>')
     (page / SDIST).write_bytes(archive.read_bytes())
-    (page / "index.html").write_text(f'<a href="{SDIST}">{SDIST}</a>')
     return folder

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import build_folder
-from flash_attn_build.files import ROOT
+from flash_attn_build.files import ROOT, write_text
 
 MADE_WITH = {"compilers": {"nvcc": "13.0.88", "g++": "12"}, "environment": {}}
 OTHER = {
@@ -32,8 +32,7 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
         (folder / build_folder.STAMP).unlink()
     made = ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", "lib.so")
     for name in made:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
+        write_text(folder / name, "")
     build_folder.drop_stale_state(folder, MADE_WITH)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     kept = {"CMakeFiles/x.dir/a.o"} if earlier == MADE_WITH else set()
@@ -73,7 +72,7 @@ def environ() -> dict[str, str]:
 def make(tmp_path: Path, environ: dict[str, str], name: str, *options: str) -> str:
     """Builds with the real cmake and ninja; returns what ninja said."""
     build = tmp_path / "build"
-    if not (tmp_path / f"{name}.cpp").exists():
+    if not (tmp_path / f"{name}.cpp").exists():  # as new it would be compiled again
         (tmp_path / f"{name}.cpp").touch()
     (tmp_path / "CMakeLists.txt").write_text(PROJECT.replace("x.cpp", f"{name}.cpp"))
     build_folder.drop_stale_state(build, MADE_WITH)

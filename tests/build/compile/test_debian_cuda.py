@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from flash_attn_build.compile import debian_cuda
 from flash_attn_build.errors import RefusedError, ToolchainError
-from flash_attn_build.files import sha256_of
+from flash_attn_build.files import sha256_of, write_text
 from stand_ins import program
 
 SHARE = "usr/lib/nvidia-cuda-toolkit"
@@ -31,10 +31,8 @@ PACKAGES = (
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the shape of Debian's, where it is looked for, and taken for the pinned one."""
     for name in (*HELD, "usr/share/doc/x"):
-        path = tmp_path / "deb" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-        path.chmod(0o755)
+        write_text(tmp_path / "deb" / name, name)
+        (tmp_path / "deb" / name).chmod(0o755)
     made = tmp_path / "debian" / f"nvidia-cuda-toolkit_{debian_cuda.VERSION}_all.deb"
     made.parent.mkdir()
     with tarfile.open(tmp_path / "data.tar.xz", "w:xz") as archive:
@@ -49,16 +47,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
     for name in PACKAGES:
-        path = tmp_path / "site" / "nvidia" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        write_text(tmp_path / "site" / "nvidia" / name, "")
     return tmp_path / "site"
 
 
 def test_nvcc_lies_in_a_whole_toolkit(package: Path, packages: Path, tmp_path: Path) -> None:
-    old = tmp_path / "cuda12" / "bin" / "old"
-    old.parent.mkdir(parents=True)
-    old.write_text("")
+    write_text(old := tmp_path / "cuda12" / "bin" / "old", "")
     nvcc = debian_cuda.assemble(debian_cuda.fetch(package.parent), tmp_path / "cuda12", packages)
     root = nvcc.parents[1]
     for name in (

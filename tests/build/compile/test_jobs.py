@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from flash_attn_build.compile import jobs
 from flash_attn_build.errors import SettingError
+from flash_attn_build.files import write_text
 
 
 def system(root: Path, contents: dict[str, str]) -> Path:
     for name, text in contents.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        write_text(root / name, text)
     return root
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import release_samples
 from flash_attn_build.compile import sources
+from flash_attn_build.files import write_text
 
 
 @pytest.fixture
@@ -17,10 +17,8 @@ def tree(tmp_path: Path) -> Path:
 def test_the_folder_and_the_order_of_files_have_no_part_in_it(tree: Path, tmp_path: Path) -> None:
     other = tmp_path / "else" / "where"
     for name in reversed(release_samples.NATIVE):
-        (other / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(tree / name, other / name)
-    (other / "cpp" / "__pycache__").mkdir()
-    (other / "cpp" / "__pycache__" / "a.pyc").write_text("of one machine")
+        write_text(other / name, release_samples.NATIVE[name])
+    write_text(other / "cpp" / "__pycache__" / "a.pyc", "of one machine")
     assert sources.digests(other) == sources.digests(tree)
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from flash_attn_build.compile import toolchain
 from flash_attn_build.errors import ToolchainError
+from flash_attn_build.files import write_text
 from stand_ins import program
+
+PARTS = ("lib/libcudart_static.a", "include/cuda_runtime.h", "include/cccl/cuda/std/version")
 
 
 def toolkit(root: Path, version: str = "13.0.88") -> Path:
@@ -17,11 +20,8 @@ def toolkit(root: Path, version: str = "13.0.88") -> Path:
         f'case "$1" in --version) echo "Cuda compilation tools, release 13.0, V{version}" ;;\n'
         f'*) echo "#\\$ TOP={root}/bin/.." >&2 ;; esac',
     )
-    for name in ("include/cuda_runtime.h", "include/cccl/cuda/std/version"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("")
-    (root / "lib").mkdir()
-    (root / "lib" / "libcudart_static.a").write_text("")
+    for name in PARTS:
+        write_text(root / name, "")
     return nvcc
 
 
@@ -98,10 +98,7 @@ def test_no_nvcc_where_it_is_looked_for(variable: str, tmp_path: Path, packages:
         toolchain.find(environ, packages)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lib/libcudart_static.a", "include/cuda_runtime.h", "include/cccl/cuda/std/version"],
-)
+@pytest.mark.parametrize("name", PARTS)
 def test_a_missing_part_is_named(name: str, tmp_path: Path, packages: Path) -> None:
     nvcc = toolkit(tmp_path / "cuda")
     (tmp_path / "cuda" / name).unlink()

@@ -24,7 +24,7 @@ from fake_wheel import VERSION
 from flash_attn_build.compile import sources
 from flash_attn_build.files import write_text
 from flash_attn_build.wheel import archive, dist_info
-from release_samples import MODULES, NATIVE, OTHER_WHEEL, Change, Project, edit, put, sections
+from release_samples import MODULES, NATIVE, TAG, Change, Project, edit, put, sections
 
 INFO = dist_info.folder(VERSION)
 Files = dict[str, bytes]
@@ -191,6 +191,28 @@ def tree(name: str, text: str | None, *commands: str, tag: bool = False) -> Atta
     return attack
 
 
+def all_of(*attacks: Attack) -> Attack:
+    return lambda project: [attack(project) for attack in attacks]
+
+
+def git(*arguments: str) -> Attack:
+    return lambda project: project.git(*arguments)
+
+
+def removed(name: str) -> Attack:
+    """Removes a file or a folder of the tree."""
+    return lambda project: project.git("rm", "-r", "--quiet", "--", name)
+
+
+def a_link_to_a_run(project: Project) -> None:
+    run = project.add_report(status="failed").parent
+    run.symlink_to(run.rename(project.root.parent / "elsewhere"))
+
+
+def foreign(project: Project) -> None:
+    project.wheel = project.wheel.rename(project.wheel.with_name("other-1.0-py3-none-any.whl"))
+
+
 def executable(project: Project) -> None:
     project.git("config", "core.fileMode", "false")
     (project.root / "CMakeLists.txt").chmod(0o755)
@@ -206,6 +228,7 @@ UNPACKED = "archive: is not what the build makes"
 PYTHON, HIDDEN = f"python/{PACKAGE}/__init__.py", f"python/{PACKAGE}/hidden.py"
 OTHER_PYTHON = "wheel: built from another tree: flash_attn_deterministic/"
 CHANGED, EDITED = "tree: differs from its commit: ", ("README.md", "sm_80")
+PTX_REPORT = "docs/results/verification-compute_80.json"
 WHEELS: dict[str, tuple[Attack, str]] = {
     "a path that climbs": (adding(f"{INFO}/x/../../evil.pth"), "evil.pth' does not belong"),
     "a path that climbs in the package": (
@@ -264,6 +287,7 @@ WHEELS: dict[str, tuple[Attack, str]] = {
     "a bill of another upstream": (bill(put("components.0.hashes.0.content", "0" * 64)), NO_BILL),
     "a bill without its graph": (bill(lambda b: b.pop("dependencies")), NO_BILL),
     "no bill": (bill(lambda b: b.clear()), "not the bill of materials of this build"),
+    "a foreign name": (foreign, f"is not tagged v1.0: it has {TAG}"),
     "another spelling of the version": (
         another_version, f"name: expected {PACKAGE}-{VERSION}-py3"
     ),
@@ -318,14 +342,28 @@ TREES: dict[str, tuple[Attack, str]] = {
     ),
     "fsmonitor": (tree(*EDITED, "config core.fsmonitor true"), f"{CHANGED}README.md"),
     "excluded": (
-        lambda p: [tree(n, t)(p) for n, t in ((".git/info/exclude", "hidden.py\n"), (HIDDEN, ""))],
-        f"{CHANGED}{HIDDEN}",
+        all_of(tree(".git/info/exclude", "hidden.py\n"), tree(HIDDEN, "")), f"{CHANGED}{HIDDEN}"
     ),
     "rules that ignore themselves": (
         tree(f"python/{PACKAGE}/.gitignore", "*\n"), f"{CHANGED}python/{PACKAGE}/.gitignore"
     ),
     "another folder named": (tree(HIDDEN, "", "config core.worktree ../docs"), CHANGED + HIDDEN),
     "a file that may be run suddenly": (executable, f"{CHANGED}CMakeLists.txt"),
+    "another tag": (
+        all_of(git("tag", "v0.0.2"), git("tag", "--delete", TAG)),
+        f"is not tagged {TAG}: it has v0.0.2",
+    ),
+    "a commit more": (
+        git("commit", "--quiet", "--allow-empty", "-m", "later"),
+        f"is not tagged {TAG}: it has no tag",
+    ),
+    "no checkout": (
+        lambda p: shutil.rmtree(p.root / ".git"), "tree: git does not know what is checked out"
+    ),
+    "no pin": (removed("cpp/upstream/upstream.json"), "tree: [Errno 2] No such file"),
+    "a part of the sources gone": (
+        removed("cmake"), "wheel: cannot be compared with manifest and tree (FileNotFoundError"
+    ),
     "a README that names no sm_80": (
         lambda p: write_text(p.root / "README.md", "others"),
         "sm_80: unverified, but README.md does not name it",
@@ -422,6 +460,13 @@ REPORTS: dict[str, tuple[Attack, str]] = {
     "Hopper's kernels did not run": (
         report(rows(family="not-applicable")), "contract, family: not-applicable"
     ),
+    **{
+        f"a row that the policy does not name: {state}": (
+            all_of(policy(required_checks=("paged",)), report(rows(dropout=state))),
+            f"contract, dropout: {state}",
+        )
+        for state in ("failed", "error")
+    },
     "a row twice": (
         report(
             lambda r: (c := r["sections"][1]["data"]["checks"]).insert(
@@ -480,6 +525,10 @@ REPORTS: dict[str, tuple[Attack, str]] = {
     "a run that failed, of a later schema": (
         second(status="failed", later=1), "2/verification.json: its status is 'failed'"
     ),
+    "a run that left no report": (
+        lambda p: (p.dist / "verification" / "2").mkdir(), "2/verification.json: is unreadable"
+    ),
+    "a link to a run that failed": (a_link_to_a_run, "2/verification.json: its status is 'failed'"),
     "an edited report": (
         second(lambda t: t.replace("true", "false", 1)), "2/verification.json: was changed"
     ),
@@ -513,7 +562,7 @@ REPORTS: dict[str, tuple[Attack, str]] = {
     ),
 }  # fmt: skip
 PTX: dict[str, tuple[Attack, str]] = {
-    f"PTX: {name}": (ptx(change), f"sm_80: docs/results/verification-compute_80.json: {expected}")
+    f"PTX: {name}": (ptx(change), f"sm_80: {PTX_REPORT}: {expected}")
     for name, change, expected in (
         ("cut short", put("complete", False), "complete: expected True"),
         ("another", put("architectures.ran_as_ptx", []), "did not run compute_80 as PTX"),
@@ -528,6 +577,7 @@ PTX: dict[str, tuple[Attack, str]] = {
          "build.architectures: expected"),
     )
 }  # fmt: skip
+PTX["PTX: no report"] = (removed("docs/results"), f"sm_80: {PTX_REPORT}: is unreadable")
 ATTACKS = {**WHEELS, **TREES, **MANIFESTS, **REPORTS, **PTX}
 assert len(ATTACKS) == sum(map(len, (WHEELS, TREES, MANIFESTS, REPORTS, PTX)))
 
@@ -545,7 +595,7 @@ def test_a_candidate_that_nobody_touched(project: Project, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "harmless",
-    [second(quick=True), second(wheel=OTHER_WHEEL, status="failed")],
+    [second(quick=True), second(wheel=release_samples.OTHER_WHEEL, status="failed")],
     ids=["quick", "of another wheel"],
 )
 def test_a_report_that_says_nothing_of_these_bytes(project: Project, harmless: Attack) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import shutil
 import zipfile
@@ -21,6 +20,7 @@ from flash_attn_build.files import write_json, write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
 from release_samples import TAG, Project
+from stand_ins import sha256, tree_of
 
 ROWS = [{"verificationResult": {"statement": {"predicate": {"result": "PASSED"}}}}]
 PASSED = f"""case "$*" in
@@ -50,17 +50,12 @@ def the_wheel(releases: Path) -> Path:
     return wheel
 
 
-def contents(index: Path) -> dict[str, bytes]:
-    paths = sorted(path for path in index.rglob("*") if path.is_file())
-    return {path.relative_to(index).as_posix(): path.read_bytes() for path in paths}
-
-
 PROJECT = "simple/flash-attn-deterministic"
 
 
 def test_pages_name_hashes_and_are_the_same_a_second_time(releases: Path, tmp_path: Path) -> None:
     write(releases)
-    first = contents(tmp_path / "index")
+    first = tree_of(tmp_path / "index")
     wheel = the_wheel(releases)
     metadata = first[f"packages/{wheel.name}.metadata"]
     with zipfile.ZipFile(wheel) as archive:
@@ -82,12 +77,8 @@ def test_pages_name_hashes_and_are_the_same_a_second_time(releases: Path, tmp_pa
     assert f'data-core-metadata="sha256={sha256(metadata)}"' in page
     assert 'data-requires-python="&gt;=3.10"' in page
     write(releases)
-    assert contents(tmp_path / "index") == first
+    assert tree_of(tmp_path / "index") == first
     assert list(tmp_path.glob(".*")) == []
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def in_release(name: str) -> Callable[[Path], object]:
@@ -217,7 +208,7 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
         shutil.copy(wheel, wheel.with_name(name))
         shutil.copy(f"{wheel}.manifest.json", wheel.with_name(f"{name}.manifest.json"))
     assert write(releases) == 0
-    made = contents(tmp_path / "index")
+    made = tree_of(tmp_path / "index")
     for folder, version, count in (("", VERSION, 2), ("cu12/", f"{VERSION}+cu12", 1)):
         listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
         assert (listed["versions"], len(listed["files"])) == ([version], count)
@@ -270,7 +261,7 @@ def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
       *--format*) echo '{json.dumps(said)}';;
     esac""")
     assert write(releases, "--repository", "o/n") == 0
-    made = contents(tmp_path / "index")
+    made = tree_of(tmp_path / "index")
     (file,) = json.loads(made[f"{PROJECT}/index.json"])["files"]
     assert (f"packages/{name}.provenance" in made) == alone
     if alone:

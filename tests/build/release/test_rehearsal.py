@@ -108,7 +108,7 @@ def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path
 def test_wheels_of_two_machines_are_one_release(
     project: Project, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = release_samples.wheel(tmp_path / "arm", machine="aarch64")
+    other = release_samples.wheel(tmp_path / "arm", arm=True)
     wheel = Path(shutil.copy(other, project.dist))
     release_samples.describe(wheel)
     release_samples.write_report(wheel, project.dist / "verification" / "2" / "verification.json")

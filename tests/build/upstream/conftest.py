@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.upstream.pin import Pin
-from upstream_samples import FIRST, PATCH, SDIST, make_archive, make_pin
+from upstream_samples import SDIST, make_archive, make_pin
 
 
 @pytest.fixture
@@ -15,12 +15,7 @@ def archive(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pin(tmp_path: Path, archive: Path) -> Pin:
-    return make_pin(tmp_path / "pin", archive)
-
-
-@pytest.fixture
-def patched(tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> Pin:
+def pin(tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> Pin:
     """A pin with a patch, whose sources come from the archive."""
     monkeypatch.setenv("FLASH_ATTENTION_SOURCE", str(archive))
-    return make_pin(tmp_path / "pin", archive, {FIRST: PATCH})
+    return make_pin(tmp_path / "pin", archive)

@@ -11,7 +11,8 @@ import pytest
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import refresh
-from upstream_samples import FIRST, NAME, PATCH, sha256
+from stand_ins import sha256
+from upstream_samples import FIRST, NAME, PATCH
 
 SECOND = "0002-second.patch"
 HASH = "a" * 64
@@ -62,16 +63,16 @@ PATCHES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("change", "words"), PATCHES.values(), ids=PATCHES)
 def test_patches_that_are_not_those_of_the_list(
-    patched: Pin, change: Callable[[Path], object], words: str
+    pin: Pin, change: Callable[[Path], object], words: str
 ) -> None:
-    change(patched.path.parent / "patches")
+    change(pin.path.parent / "patches")
     with pytest.raises(RefusedError, match=words):
-        patched.patch_files()
+        pin.patch_files()
 
 
-def test_refresh_that_is_refused_changes_nothing(patched: Pin) -> None:
-    before = patched.path.read_bytes()
-    (patched.path.parent / "patches" / "notes.txt").write_text("x")
+def test_refresh_that_is_refused_changes_nothing(pin: Pin) -> None:
+    before = pin.path.read_bytes()
+    (pin.path.parent / "patches" / "notes.txt").write_text("x")
     with pytest.raises(RefusedError, match=r"notes\.txt"):
-        refresh(patched)
-    assert patched.path.read_bytes() == before
+        refresh(pin)
+    assert pin.path.read_bytes() == before

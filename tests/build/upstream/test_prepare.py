@@ -8,21 +8,18 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
+from flash_attn_build.files import write_text
 from flash_attn_build.upstream.__main__ import main
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, cutlass_licence
 from flash_attn_build.upstream.source import LICENCE
-from upstream_samples import FILES, FIRST, HEADER, PATCH, PREPARED, VERSION, sha256, tree_of
+from stand_ins import sha256, tree_of
+from upstream_samples import FILES, FIRST, HEADER, PATCH, PREPARED, VERSION
 
 SECOND = "0002-second.patch"
 PATCHED = b"one\none and a half\ntwo\nTHREE\nfour\n"
 PLAIN = b"one\ntwo\nthree\nfour\n"
 SOFTMAX = "flash_attn/src/softmax.h"
-
-
-@pytest.fixture
-def pin(patched: Pin) -> Pin:
-    return patched
 
 
 @pytest.fixture
@@ -143,15 +140,13 @@ def test_patch_that_fits_elsewhere_is_noticed(
 def test_what_is_not_as_it_was_made_is_not_replaced(
     pin: Pin, dest: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dest.parent.mkdir(parents=True)
     foreign = dest if kind == "file" else dest / "work.txt"
     if kind == "edited":
         assert run(pin, "prepare", "--dest", dest) == 0
         foreign = dest / "flash_attn/src/fwd.cu"
         (dest / "flash_attn/src/new.h").write_text("")
         (dest / "cutlass/include/cute/tensor.hpp").unlink()
-    foreign.parent.mkdir(exist_ok=True)
-    foreign.write_text("mine")
+    write_text(foreign, "mine")
     before = tree_of(dest.parent)
     for extra in ((), ("--unpatched",)):
         assert run(pin, "prepare", "--dest", dest, *extra) == SettingError.exit_code

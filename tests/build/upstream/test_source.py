@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
@@ -13,33 +14,19 @@ from flash_attn_build.upstream import source
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE
 from flash_attn_build.upstream.source import find_archive, placed, read_archive
-from upstream_samples import PREPARED, make_archive, tree_of
-
-
-class Fetcher:
-    """Stands for the network: gives a file, and counts how often."""
-
-    def __init__(self, archive: Path) -> None:
-        self.archive = archive
-        self.failure: BaseException | None = None
-        self.calls = 0
-
-    def __call__(self, pin: Pin, folder: Path) -> Path:
-        self.calls += 1
-        if self.failure:
-            raise self.failure
-        return self.archive
+from stand_ins import tree_of
+from upstream_samples import PREPARED, make_archive
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch, archive: Path) -> Fetcher:
-    fetcher = Fetcher(archive)
-    monkeypatch.setattr(source, "download", fetcher)
-    return fetcher
+def network(monkeypatch: pytest.MonkeyPatch, archive: Path) -> Mock:
+    """Stands for the network, which has the archive."""
+    monkeypatch.setattr(source, "download", download := Mock(return_value=archive))
+    return download
 
 
 def test_a_given_archive_needs_no_network(
-    pin: Pin, archive: Path, tmp_path: Path, network: Fetcher, monkeypatch: pytest.MonkeyPatch
+    pin: Pin, archive: Path, tmp_path: Path, network: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def given(path: Path | str) -> Path:
         return find_archive(pin, {"FLASH_ATTENTION_SOURCE": str(path)})
@@ -53,12 +40,12 @@ def test_a_given_archive_needs_no_network(
     archive.write_bytes(b"other")
     with pytest.raises(RefusedError, match=f"with sha256 {pin.sha256}, found d9298a10"):
         given(archive)
-    assert network.calls == 0
+    network.assert_not_called()
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"damaged"], ids=["none", "empty", "other"])
 def test_cache_is_filled_once_and_again_where_it_is_damaged(
-    pin: Pin, archive: Path, tmp_path: Path, network: Fetcher, damage: bytes | None
+    pin: Pin, archive: Path, tmp_path: Path, network: Mock, damage: bytes | None
 ) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     first = find_archive(pin, environ)
@@ -66,7 +53,7 @@ def test_cache_is_filled_once_and_again_where_it_is_damaged(
     if damage is not None:
         first.write_bytes(damage)
     assert find_archive(pin, environ) == first
-    assert network.calls == (1 if damage is None else 2)
+    assert network.call_count == (1 if damage is None else 2)
     assert tree_of(first.parent) == {f"{pin.sha256}.tar.gz": archive.read_bytes()}
 
 
@@ -80,9 +67,9 @@ def test_cache_is_filled_once_and_again_where_it_is_damaged(
     ids=["network", "interrupt", "full"],
 )
 def test_nothing_half_written_stays(
-    pin: Pin, tmp_path: Path, network: Fetcher, failure: BaseException, expected: Any
+    pin: Pin, tmp_path: Path, network: Mock, failure: BaseException, expected: Any
 ) -> None:
-    network.failure = failure
+    network.side_effect = failure
     with pytest.raises(expected):
         find_archive(pin, {"XDG_CACHE_HOME": str(tmp_path)})
     assert tree_of(tmp_path / "flash-attn-deterministic") == {}

@@ -39,7 +39,7 @@ def test_data_of_the_package_belong_into_the_wheel() -> None:
     assert others - built == check.DATA
 
 
-TAG, ARM = fake_wheel.TAG, "py3-none-manylinux_2_28_aarch64"
+TAG, ARM = fake_wheel.TAG, fake_wheel.ARM_TAG
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,7 @@ TAG, ARM = fake_wheel.TAG, "py3-none-manylinux_2_28_aarch64"
 def test_the_tag_is_that_of_the_librarys_machine(
     tmp_path: Path, binary: bytes, tag: str, right: str
 ) -> None:
-    if right == ARM:
-        binary = binary[:18] + (183).to_bytes(2, "little") + binary[20:]  # EM_AARCH64
+    binary = fake_wheel.for_arm(binary) if right == ARM else binary
     check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(binary, right), right))
     text = problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary, tag), tag))
     assert f"name: expected flash_attn_deterministic-{VERSION}-{right}.whl" in text

@@ -13,6 +13,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from flash_attn_build.compile import toolchain
 from flash_attn_build.errors import BuildError
+from flash_attn_build.files import write_text
 from flash_attn_build.upstream.pin import load_pin
 from flash_attn_build.wheel import archive, sbom
 
@@ -80,17 +81,12 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> toolchain.Toolchain
         "ziglang/lib/libc/glibc/LICENSES", "ziglang/__init__.py", "ziglang/LICENSE",
         "ziglang-0.1.2.dist-info/METADATA",
     ):  # fmt: skip
-        path = tmp_path / "packages" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("Metadata-Version: 2.4\nName: ziglang\nVersion: 0.1.2\n")
+        metadata = "Metadata-Version: 2.4\nName: ziglang\nVersion: 0.1.2\n"
+        write_text(tmp_path / "packages" / name, metadata)
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    (tmp_path / "include").mkdir()
-    (tmp_path / "lib64").mkdir()
-    header = "#define CUDART_VERSION  13020\n"
-    (tmp_path / "include" / "cuda_runtime_api.h").write_text(header)
-    library = tmp_path / "lib64" / "libcudart_static.a"
-    library.write_bytes(b"cudart")
-    (tmp_path / "EULA.txt").write_text("terms of the toolkit")
+    write_text(tmp_path / "include/cuda_runtime_api.h", "#define CUDART_VERSION  13020\n")
+    write_text(library := tmp_path / "lib64" / "libcudart_static.a", "cudart")
+    write_text(tmp_path / "EULA.txt", "terms of the toolkit")
     return toolchain.Toolchain(tmp_path / "bin" / "nvcc", tmp_path, "13.2.77", library)
 
 
@@ -111,9 +107,8 @@ def test_finds_what_this_machine_builds_with(cuda: toolchain.Toolchain) -> None:
 def test_a_toolkit_of_unpacked_packages_has_the_licence_in_their_metadata(
     cuda: toolchain.Toolchain,
 ) -> None:
-    info = cuda.root / "dist-info" / "nvidia_cuda_runtime-13.2.51.dist-info" / "licenses"
-    info.mkdir(parents=True)
-    (info / "License.txt").write_text("terms of the package")
+    info = cuda.root / "dist-info" / "nvidia_cuda_runtime-13.2.51.dist-info"
+    write_text(info / "licenses" / "License.txt", "terms of the package")
     (cuda.root / "EULA.txt").unlink()
     assert sbom.find_components(cuda)[0].text == b"terms of the package"
 
