@@ -25,6 +25,7 @@ from flash_attn_deterministic_lab.deviation.training.runs import (
     State,
     States,
     compare,
+    nudged,
     train,
 )
 from flash_attn_deterministic_lab.deviation.training.text_to_image import (
@@ -105,6 +106,17 @@ def test_a_nudge_is_one_gap_of_one_weight(base: States, number: int) -> None:
     weight = base[0].weights[0].flatten()[number - 1].bfloat16()
     gap = float(torch.nextafter(weight.abs(), torch.tensor(math.inf).bfloat16()) - weight.abs())
     assert history["max_difference"][0] * len(base[0].weights) == pytest.approx(gap)
+
+
+@pytest.mark.parametrize("name", ["drawings-small", "language-small"])
+def test_a_nudged_weight_has_a_gradient(name: str) -> None:
+    """A row of an embedding that no batch reads has none: nothing would follow from its nudge."""
+    workload = find_workload(name)
+    model = workload.model(find_attention("explicit"))
+    workload.loss(model, workload.batch(torch.Generator().manual_seed(0))).backward()
+    gradient = nudged(model).grad
+    assert gradient is not None
+    assert gradient.flatten()[:3].count_nonzero() == 3
 
 
 def test_float16_does_not_underflow(base: States) -> None:

@@ -89,6 +89,13 @@ def compare(mine: State, other: State) -> dict[str, float]:
     }
 
 
+def nudged(model: torch.nn.Module) -> torch.nn.Parameter:
+    """Returns the first matrix that every batch reads: of an embedding it may never read a row."""
+    modules = model.modules()
+    tables = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
+    return next(p for p in model.parameters() if p.ndim >= 2 and id(p) not in tables)
+
+
 def train(
     setup: Setup, run: Run, seed: int, reference: States | None, keep: bool
 ) -> tuple[dict[str, Any], States, torch.nn.Module]:
@@ -107,7 +114,7 @@ def train(
     model = model.to(setup.device)
     if run.nudge:
         with torch.no_grad():
-            weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
+            weight = nudged(model).view(-1)
             weight[run.nudge - 1] += float(parse_format("bf16").ulp(weight[run.nudge - 1]))
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
