@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from .exchange import Arriving, Heads
+from .exchange import Arriving, Heads, Route
 from .plan import Call, Part, Pass, Plan
 from .plan import Sums as SumsPlan
 from .ranks import Ranks
@@ -87,14 +87,10 @@ class _Steps:
             return None
         part = self._part
         step = _Step(self._first, head, min(part.heads, self._each - head), self._group)
-        keys = [*map(step.keys, self._keys)]
-        sent = [(part.keys, keys)]
-        if part.rows is not None:
-            rows = [*map(step.rows, self._rows)]
-            # On the same way, both are one message.
-            sent = (
-                [(part.keys, rows + keys)] if part.rows is part.keys else [(part.rows, rows), *sent]
-            )
+        rows, keys = [*map(step.rows, self._rows)], [*map(step.keys, self._keys)]
+        sent = [(part.rows, rows), (part.keys, keys)]
+        if part.rows is part.keys:  # on the same way: one message
+            sent = [(part.keys, rows + keys)]
         return step, [
             Arriving(self._ranks, way, tensors, "rows and keys")
             for way, tensors in sent
@@ -142,34 +138,30 @@ def forward(
     """
     part = plan.forward
     steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((*q.shape[:2], 1), math.inf, dtype=_of_sums(q))
+    targets = out, lse
     # While the first keys come, sequences that need none.
-    local = [_attend(call, q, (k, v), options, learnable_sink) for call in plan.local]
-    if part.keys is None:
-        return _outputs(local, q)
-    out = softmax_lse = None
-    if part.rows is not None:
-        out, softmax_lse = q.new_zeros(q.shape), _endless(q, q.shape[:2]).t()
-    going: Callable[[], None] = _nothing
+    for call in plan.local:
+        _write(targets, call.rows, _attend(call, q, (k, v), options, learnable_sink))
+    going: list[Callable[[], None]] = []
     for step, (rows, *_), keys in steps:
         sink = None if learnable_sink is None else learnable_sink[step.of_rows]
-        of_calls = [_attend(call, rows, keys, options, sink) for call in part.calls]
-        found, lse = _outputs(of_calls, rows)
+        found = [(call.rows, _attend(call, rows, keys, options, sink)) for call in part.calls]
+        of_heads = [target[:, step.of_rows] for target in targets]
         if part.rows is None:
-            out = _with_heads(out, found, step, q.shape[1], 1)
-            softmax_lse = _with_heads(softmax_lse, lse, step, q.shape[1], 0)
+            for where, results in found:
+                _write(of_heads, where, results)
             continue
-        assert out is not None
-        assert softmax_lse is not None
-        sent = Arriving(ranks, part.rows.back, _whole(found, lse.t()[..., None]), "results")
-        going()
-        targets = [*map(step.rows, (out, softmax_lse.t()[..., None]))]
-        going = functools.partial(sent.into, targets)
-    going()
-    assert out is not None
-    assert softmax_lse is not None
-    for one, of_rows, lse in local:
-        out[one], softmax_lse[:, one] = of_rows, lse
-    return out, softmax_lse
+        sent = [
+            _joined([(where, results[side]) for where, results in found], like, rows.shape[0], fill)
+            for side, like, fill in zip((0, 1), of_heads, (0.0, math.inf), strict=True)
+        ]
+        more = [_sent(ranks, part.rows, sent, [*map(step.rows, targets)], "results")]
+        _finish(going)
+        going = more
+    _finish(going)
+    return out, lse[..., 0].t()
 
 
 def backward(
@@ -191,59 +183,38 @@ def backward(
     part = plan.backward
     of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
     steps = _Steps(ranks, plan.degree, part, of_rows, (k, v))
-    local = [_backward_call(call, rows, (k, v), options) for call in plan.local]
-    dk, dv = (one.new_zeros(one.shape) for one in (k, v))
-    for call, (_, dk_, dv_) in zip(plan.local, local, strict=True):
-        dk[call.keys], dv[call.keys] = dk_, dv_
-    of_local = [(call.rows, found[0]) for call, found in zip(plan.local, local, strict=True)]
-    if part.keys is None:
-        return _joined(of_local, rows.q, 0), dk, dv
-    dq = None if part.rows is None else rows.q.new_zeros(rows.q.shape)
+    dq, dk, dv = (one.new_zeros(one.shape) for one in (rows.q, k, v))
+    for call in plan.local:
+        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(call, rows, (k, v), options)
     going: list[Callable[[], None]] = []
     for step, (dout, q, out, *lse), keys in steps:
         here = Rows(dout, q, out, lse[0][..., 0].t() if lse else rows.softmax_lse[step.of_rows])
         whole = [_backward_call(call, here, keys, options) for call in part.calls]
-        runs = [_backward_call(call, here, keys, options, sums=True) for call, _ in part.runs]
-        calls = *part.calls, *(call for call, _ in part.runs)
-        own = zip(calls, (*whole, *runs), strict=True)
-        found = _joined([(call.rows, gradients[0]) for call, gradients in own], q, 0)
-        sent: list[Callable[[], None]] = []
-        moving = []
+        runs = [_backward_call(call, here, keys, options, sums=True) for call in part.runs]
+        calls = zip((*part.calls, *part.runs), (*whole, *runs), strict=True)
+        found = [(call.rows, one[0]) for call, one in calls]
+        moving: dict[Route, tuple[list[torch.Tensor], list[Heads]]] = {}
         if part.rows is None:
-            dq = _with_heads(dq, found, step, rows.q.shape[1], 1)
+            for where, one in found:
+                dq[where, step.of_rows] = one
         else:
-            assert dq is not None
-            moving.append((part.rows.back, [found], [step.rows(dq)]))
+            moving[part.rows] = [_joined(found, q, q.shape[0])], [step.rows(dq)]
         if part.whole is not None:
-            both = [
-                _joined(
-                    [(call.keys, one[side]) for call, one in zip(part.calls, whole, strict=True)],
-                    keys[0],
-                    0,
-                    part.whole_room,
-                )
-                for side in (1, 2)
-            ]
-            targets = [step.keys(dk), step.keys(dv)]
-            if moving and moving[0][0] == part.whole:  # on the same way: one message
-                moving = [(part.whole, [*moving[0][1], *both], [*moving[0][2], *targets])]
-            else:
-                moving.append((part.whole, both, targets))
-        del dout, q, out, lse, here, keys, whole, found
-        for route, results, targets in moving:
-            arriving = Arriving(ranks, route, _whole(*results), "gradients")
-            sent.append(functools.partial(arriving.into, targets))
+            for side, target in ((1, dk), (2, dv)):
+                pieces = [
+                    (call.keys, one[side]) for call, one in zip(part.calls, whole, strict=True)
+                ]
+                results, targets = moving.setdefault(part.whole, ([], []))  # same way: one message
+                results.append(_joined(pieces, keys[0], part.whole.room))
+                targets.append(step.keys(target))
+        del whole, found
+        more = [_sent(ranks, way, *both, "gradients") for way, both in moving.items()]
         if part.sums is not None:
             sums = _Sums(ranks, plan.degree, part.sums, step, [one[1:] for one in runs], k)
-            sent.append(functools.partial(sums.add_up, options, k, dk, dv))
-        for end in going:
-            end()
-        going = sent
-    for end in going:
-        end()
-    assert dq is not None
-    for one, found in of_local:
-        dq[one] = found
+            more.append(functools.partial(sums.add_up, options, k, dk, dv))
+        _finish(going)
+        going = more
+    _finish(going)
     return dq, dk, dv
 
 
@@ -270,17 +241,13 @@ class _Sums:
     ) -> None:
         self._rank, self._degree, self._plan, self._step = ranks.rank, degree, plan, step
         self._found = found
-        # In a message, dv is behind dk.
-        sent, received = ([2 * one for one in side] for side in plan.counts)
+        sent, received = ([2 * one for one in side] for side in plan.counts)  # dk and dv
         self._begins = [0, *itertools.accumulate(received)]
-        self._arrived, nothing = (
-            k.new_empty((rows, step.size, k.shape[2]), dtype=_of_sums(k))
-            for rows in (self._begins[-1], 0)
-        )
-        data = [found[number][side][keys] for _, side, number, keys in plan.sent]
-        self._pending = ranks.all_to_all(
-            torch.cat([nothing, *data]), self._arrived, sent, received, "sums"
-        )
+        shape = self._begins[-1], step.size, k.shape[2]
+        self._arrived = k.new_empty(shape, dtype=_of_sums(k))
+        data = [found[run][side][keys] for run, keys in plan.sent for side in (0, 1)]
+        message = torch.cat([self._arrived[:0], *data])
+        self._pending = ranks.all_to_all(message, self._arrived, sent, received, "sums")
 
     def add_up(self, options: Options, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Writes dk and dv, once the sums have arrived."""
@@ -303,14 +270,9 @@ class _Sums:
         if by == self._rank:
             dk, dv = (one[part.here : part.here + count] for one in self._found[part.run])
             return dk, dv
-        first = self._begins[by] + part.at
-        places = first, first + self._plan.counts[1][by]
+        places = (self._begins[by] + place for place in (part.dk, part.dv))
         dk, dv = (self._arrived[place : place + count] for place in places)
         return dk, dv
-
-
-def _nothing() -> None:
-    pass
 
 
 def _attend(
@@ -319,12 +281,12 @@ def _attend(
     keys: Sequence[torch.Tensor],
     options: Options,
     sink: torch.Tensor | None,
-) -> tuple[slice, torch.Tensor, torch.Tensor]:
-    """Returns the rows of a call, their out, and their softmax_lse (nheads, rows)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out, and softmax_lse as (rows, nheads, 1), of the rows of a call."""
     inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
     lengths, own = call.given(q.device, options)
     out, softmax_lse = run(schemas.forward_call(inputs, lengths, own, None, learnable_sink=sink))
-    return call.rows, out, softmax_lse
+    return out, softmax_lse.t()[..., None]
 
 
 def _backward_call(
@@ -341,66 +303,45 @@ def _backward_call(
     return gradients
 
 
-def _outputs(
-    found: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joins results of calls on some rows of q; 0 and +inf in rows of no call."""
-    lse = found[0][2] if found else _endless(q, (q.shape[1], 0))
-    return (
-        _joined([(rows, out) for rows, out, _ in found], q, 0),
-        _joined([(rows, of_rows) for rows, _, of_rows in found], lse, 1, q.shape[0], math.inf),
-    )
+def _write(targets: Iterable[torch.Tensor], where: slice, results: Iterable[torch.Tensor]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        target[where] = result
 
 
 def _joined(
-    found: Sequence[tuple[slice, torch.Tensor]],
-    like: torch.Tensor,
-    dim: int,
-    total: int | None = None,
-    fill: float = 0.0,
+    found: Sequence[tuple[slice, torch.Tensor]], like: torch.Tensor, total: int, fill: float = 0.0
 ) -> torch.Tensor:
-    """Joins pieces of a tensor; one that is all of it is not copied.
+    """Joins pieces of a tensor of `total` rows; one that is all of it is not copied.
 
     Args:
-        found: the pieces, and where they lie in a dimension.
-        like: has dtype and shape of the tensor, but for `total`.
-        dim: the dimension.
-        total: length in it; None: that of `like`.
+        found: where the pieces lie, and these.
+        like: has dtype, heads and width of the tensor.
+        total: its rows.
         fill: what is elsewhere.
     """
-    total = like.shape[dim] if total is None else total
-    pieces, end = [], 0
-    for where, piece in (*sorted(found, key=lambda one: one[0].start), (slice(total, total), None)):
-        if where.start > end:
-            shape = *like.shape[:dim], where.start - end, *like.shape[dim + 1 :]
-            pieces.append(like.new_full(shape, fill))
-        if piece is not None:
-            pieces.append(piece)
-        end = where.stop
-    if not pieces:
-        return like.new_empty((*like.shape[:dim], 0, *like.shape[dim + 1 :]))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-
-def _with_heads(
-    into: torch.Tensor | None, found: torch.Tensor, step: _Step, nheads: int, dim: int
-) -> torch.Tensor:
-    """Puts the heads of a step into a tensor with all; if the step has all, `found` is this."""
-    if found.shape[dim] == nheads:
-        return found
-    if into is None:
-        into = found.new_empty((*found.shape[:dim], nheads, *found.shape[dim + 1 :]))
-    into.narrow(dim, step.of_rows.start, found.shape[dim]).copy_(found)
+    if len(found) == 1 and found[0][0] == slice(0, total):
+        return found[0][1]
+    into = like.new_full((total, *like.shape[1:]), fill)
+    for where, piece in found:
+        into[where] = piece
     return into
 
 
-def _whole(*tensors: torch.Tensor) -> list[Heads]:
-    return [Heads(one, 0, one.shape[1]) for one in tensors]
+def _sent(
+    ranks: Ranks,
+    way: Route,
+    results: Sequence[torch.Tensor],
+    targets: Sequence[Heads],
+    what: str,
+) -> Callable[[], None]:
+    """Sends results back on the way on which their rows came, and returns what writes them."""
+    heads = [Heads(one, 0, one.shape[1]) for one in results]
+    return functools.partial(Arriving(ranks, way.back, heads, what).into, targets)
 
 
-def _endless(q: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns softmax_lse of rows that see nothing."""
-    return q.new_full([*shape], math.inf, dtype=_of_sums(q))
+def _finish(going: Iterable[Callable[[], None]]) -> None:
+    for end in going:
+        end()
 
 
 def _of_sums(like: torch.Tensor) -> torch.dtype:

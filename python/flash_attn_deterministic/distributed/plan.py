@@ -20,19 +20,19 @@ import functools
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..types import Lengths, Options
 from . import model
 from .exchange import Key, Places, Route, stream_of
-from .layout import Layout, Numbers, dense_layout, overlaps, packed_layout
+from .layout import Layout, Numbers, dense_layout, expand, overlaps, packed_layout
 
 # A multiple of the keys per block of every kernel, forward and backward.
 KEY_BLOCK = 128
-_FAR = 2**62
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,13 @@ class Call:
 Node = tuple[int, int]  # (n, i): the i-th run of 2^n chunks
 
 
-class Run(NamedTuple):
-    """An aligned run of chunks that this rank computes, and the keys that its rows see in it."""
-
-    call: Call
-    keys: slice
-
-
 class Part(NamedTuple):
-    """Sums of a run for some keys, in the messages of the run's team, or in a run of this rank."""
+    """Sums of a run for some keys: in messages of its team, or in a run of this rank."""
 
     node: Node  # of the run
     team: int  # that computes it
-    at: int  # of its dk in a message; those of dv are as many further as the message has keys
+    dk: int  # place in a message
+    dv: int  # likewise
     run: int  # of this rank; -1: of another
     here: int  # place in the keys of that run's call
 
@@ -148,8 +142,7 @@ class Arrival(NamedTuple):
 class Sums(NamedTuple):
     """How sums of runs go to the ranks of the keys."""
 
-    # pieces of messages, in their order: rank, dk (0) or dv (1), run, and keys of the run's call
-    sent: tuple[tuple[int, int, int, slice], ...]
+    sent: tuple[tuple[int, slice], ...]  # pieces of messages: run, keys of its call; dk, then dv
     counts: tuple[list[int], list[int]]  # keys of the message to each rank, and of that from each
     arrivals: tuple[Arrival, ...]  # of sums, those of this rank too
 
@@ -161,9 +154,8 @@ class Pass(NamedTuple):
     keys: Route | None  # how keys come; None: no rank needs any
     calls: tuple[Call, ...]  # on whole sequences, or, in the forward, all calls
     heads: int  # KV heads at a time
-    whole: Route | None = None  # how dk and dv of whole sequences go back
-    whole_room: int = 0  # keys of these, the first ones of those that came
-    runs: tuple[Run, ...] = ()  # of chunks of the others, in the backward
+    whole: Route | None = None  # how keys of whole sequences come, and their dk and dv go back
+    runs: tuple[Call, ...] = ()  # in the backward, each of an aligned run of chunks
     sums: Sums | None = None  # what becomes of their sums
 
 
@@ -179,24 +171,6 @@ class Plan(NamedTuple):
     moves: int  # sequences that come to one team
 
 
-class Rows(NamedTuple):
-    """Pieces of rows of sequences, with the team that computes them; whole sequences first."""
-
-    team: Numbers  # of each piece
-    sequence: Numbers  # likewise
-    begin: Numbers  # token
-    end: Numbers  # likewise
-    level: Numbers  # n of the run of 2^n chunks; -1: none
-    whole: Numbers  # whether it is all of its sequence
-    at: Numbers  # where the team's rows have it
-
-    def select(self, which: Numbers) -> Rows:
-        """Returns some pieces: a mask, or their numbers."""
-        if which.dtype == torch.bool:
-            which = which.nonzero().flatten()
-        return Rows(*(one.index_select(0, which) for one in self))
-
-
 class Keys(NamedTuple):
     """The keys of pieces of rows."""
 
@@ -204,19 +178,8 @@ class Keys(NamedTuple):
     begin: Numbers  # first key that is seen
     end: Numbers  # after the last one
     at: Numbers  # where the team's keys have `first`
-    wanted: Wanted  # tokens that teams need: team, begin, end, and where the team's keys have them
-    cut: Numbers  # of each of these, whether its sequence is cut
-    room: Numbers  # keys of each team, gaps included
-    whole_room: Numbers  # of whole sequences alone
-
-
-class Wanted(NamedTuple):
-    """Tokens that teams need, and where these have them."""
-
-    team: Numbers
-    begin: Numbers
-    end: Numbers
-    at: Numbers
+    wanted: Layout  # tokens that teams need
+    whole: Numbers  # of each of these, whether it is for a whole sequence
 
 
 @functools.lru_cache(maxsize=16)
@@ -233,7 +196,8 @@ def _planner_of(shape: Shape) -> _Planner:
 class _Half(NamedTuple):
     """The forward or the backward of a choice."""
 
-    rows: Rows
+    rows: Layout  # pieces, with the team that computes each; of a team, whole sequences first
+    level: Numbers  # n of a piece that is a run of 2^n chunks; -1: it is none
     keys: Keys
     stays: bool  # whether all rows are where they are computed
     load: model.Load
@@ -304,12 +268,15 @@ class _Planner:
                 if name == "whole" and fullest > 1.15 * mean:
                     continue
             stays = degree == 1 and not bool(moving.any())
-            rows = self._rows(pieces, team_of, local)
-            chunks, chunks_stay = self._chunks(rows, at_home)
-            forward = self._half(degree, rows, stays, at_home)
-            backward = forward
-            if chunks is not rows:
-                backward = self._half(degree, chunks, stays and chunks_stay, at_home)
+            cut = pieces.select(team_of[pieces.sequence] < 0)
+            sequences = ((team_of >= 0) & (local < 0) & (self._lengths_q > 0)).nonzero().flatten()
+            whole = team_of[sequences], sequences, *self._ends(sequences)
+            forward = backward = self._half(degree, whole, cut[:4], None, stays, at_home)
+            if cut.rank.numel():
+                work = self._work_of_each[sequences]
+                runs, level, chunks_stay = self._chunks(cut, at_home.index_add(0, whole[0], work))
+                stays = stays and chunks_stay
+                backward = self._half(degree, whole, runs, level, stays, at_home)
             heads, time = self._timed(forward.load, False)
             heads_bwd, time_bwd = self._timed(backward.load, True)
             moves = int(((team_of >= 0) & (local < 0)).sum())
@@ -330,7 +297,7 @@ class _Planner:
         """Returns what a token of q lacks to its position among the keys."""
         return self._lengths_k[sequence] - self._lengths_q[sequence] - self._starts_q[sequence]
 
-    def _seen(self, rows: Rows) -> tuple[Numbers, Numbers]:
+    def _seen(self, rows: Layout) -> tuple[Numbers, Numbers]:
         """Returns the first and the last key + 1, by position, that rows see."""
         length, shift = self._lengths_k[rows.sequence], self._shift(rows.sequence)
         last, first = length, torch.zeros_like(length)
@@ -358,9 +325,6 @@ class _Planner:
         Returns:
             The work of the fullest team then.
         """
-        if loads.numel() == 1:
-            team_of[moving] = 0
-            return float(loads + work[moving].sum())
         heap = [(load, team) for team, load in enumerate(loads.tolist())]
         heapq.heapify(heap)
         which = moving.nonzero().flatten()
@@ -373,127 +337,120 @@ class _Planner:
         team_of[which] = torch.tensor(teams)
         return float(max(heap)[0])
 
-    def _rows(self, pieces: Layout, team_of: Numbers, local: Numbers) -> Rows:
-        """Returns the rows of the forward: whole sequences where a team gets them."""
-        sequences = ((team_of >= 0) & (local < 0) & (self._lengths_q > 0)).nonzero().flatten()
-        cut = pieces.select(team_of[pieces.sequence] < 0)
-        whole = team_of[sequences], sequences, *self._ends(sequences)
-        rows: Any = [torch.cat(pair) for pair in zip(whole, cut[:4], strict=True)]
-        rows.append(torch.full_like(rows[0], -1))
-        return self._laid(*rows)
-
     def _ends(self, sequences: Numbers) -> tuple[Numbers, Numbers]:
         return self._starts_q[sequences], self._starts_q[sequences + 1]
 
-    def _laid(
-        self, team: Numbers, sequence: Numbers, begin: Numbers, end: Numbers, level: Numbers
-    ) -> Rows:
-        """Orders pieces, whole sequences first, and stores them one after another."""
-        first, last = self._ends(sequence)
-        whole = (begin == first) & (end == last)
-        order = ((2 * team + ~whole) * self._total + begin).argsort()
-        pieces: Any = [one[order] for one in (team, sequence, begin, end, level, whole)]
-        pieces.append(_stored(pieces[0], pieces[3] - pieces[2]))
-        return Rows(*pieces)
+    def _chunks(self, cut: Layout, loads: Numbers) -> tuple[tuple[Numbers, ...], Numbers, bool]:
+        """Divides cut sequences into aligned runs of chunks, each with a team that computes it.
 
-    def _chunks(self, rows: Rows, loads: Numbers) -> tuple[Rows, bool]:
-        """Returns the rows of the backward: those of cut sequences in aligned runs of chunks.
+        Args:
+            cut: their pieces.
+            loads: work that teams have already.
 
-        And whether no chunk lies on several teams.
+        Returns:
+            Team, sequence, begin and end of each run, its level, and whether no chunk lies on
+            several teams.
         """
         chunk = self._shape.chunk
-        cut = rows.select(~rows.whole)
-        if not cut.team.numel():
-            return rows, True
-        work_of_whole = self._work(rows.sequence, rows.begin, rows.end) * rows.whole
-        loaded = loads.index_add(0, rows.team, work_of_whole).tolist()
-        holders: dict[tuple[int, int], set[int]] = {}
-        starts, ends = self._starts_q[:-1].tolist(), self._starts_q[1:].tolist()
-        for team, of, low, high in zip(*(one.tolist() for one in cut[:4]), strict=True):
-            for number in range((low - starts[of]) // chunk, -((starts[of] - high) // chunk)):
-                holders.setdefault((of, number), set()).add(team)
-        order = sorted(holders)
-        sequence, index = torch.tensor(order).unbind(1)
+        sequences = torch.bincount(cut.sequence).nonzero().flatten()
+        which, index = expand(-(-self._lengths_q[sequences] // chunk))
+        sequence = sequences[which]
         begin = self._starts_q[sequence] + index * chunk
         end = torch.minimum(begin + chunk, self._starts_q[sequence + 1])
-        work = dict(zip(order, self._work(sequence, begin, end).tolist(), strict=True))
-        owner = {}
+        found = overlaps(cut, begin, end)
+        holders: list[set[int]] = [set() for _ in which]
+        for number, team in zip(found.want.tolist(), cut.rank[found.part].tolist(), strict=True):
+            holders[number].add(team)
+        work, loaded = self._work(sequence, begin, end).tolist(), loads.tolist()
+        owner = [-1] * len(holders)
         # Chunks of one team stay there; others go to the emptier of theirs.
-        for one in sorted(order, key=lambda one: (len(holders[one]) > 1, -work[one], one)):
-            team = min(holders[one], key=lambda team: (loaded[team], team))
-            loaded[team] += work[one]
-            owner[one] = team
+        for number in sorted(range(len(holders)), key=lambda n: (len(holders[n]) > 1, -work[n], n)):
+            team = min(holders[number], key=lambda team: (loaded[team], team))
+            loaded[team] += work[number]
+            owner[number] = team
         runs = []
-        for (of, team), group in itertools.groupby(order, key=lambda one: (one[0], owner[one])):
-            indices = [index for _, index in group]
-            first, last = indices[0], indices[-1] + 1
-            ends_here = last * chunk >= ends[of] - starts[of]
-            while first < last:
-                level = 0
-                # Behind the sequence there are as many chunks as needed.
-                while first % (2 << level) == 0 and (
-                    first + (2 << level) <= last or (ends_here and first + (1 << level) < last)
-                ):
-                    level += 1
-                begin_ = starts[of] + first * chunk
-                runs.append((team, of, begin_, min(begin_ + (chunk << level), ends[of]), level))
-                first += 1 << level
-        found = torch.tensor(runs).unbind(1)
-        whole = rows.select(rows.whole)
-        pieces: Any = (torch.cat(pair) for pair in zip(whole[:5], found, strict=True))
-        return self._laid(*pieces), all(len(one) == 1 for one in holders.values())
+        chunks = zip(sequence.tolist(), owner, index.tolist(), strict=True)
+        for (of, team), group in itertools.groupby(chunks, key=lambda one: one[:2]):
+            numbers = [number for _, _, number in group]
+            start, stop = self._shape.starts_q[of : of + 2]
+            last = numbers[-1] + 1
+            for first, level in _aligned(numbers[0], last, start + last * chunk >= stop):
+                low = start + first * chunk
+                runs.append((team, of, low, min(low + (chunk << level), stop), level))
+        *pieces, levels = torch.tensor(runs).unbind(1)
+        return tuple(pieces), levels, max(map(len, holders)) == 1
 
-    def _keys(self, rows: Rows, teams: int) -> Keys:
+    def _keys(self, rows: Layout, whole: Numbers) -> Keys:
         """Finds the keys that rows see; pieces of a sequence that see the same ones share them."""
         begin, end = self._seen(rows)
-        base, cut = self._starts_k[rows.sequence], ~rows.whole
         first = torch.where(begin < end, begin // self._shape.align * self._shape.align, begin)
-        group = (2 * rows.team + cut) * self._total
-        order = (begin < end).nonzero().flatten()  # as rows ascend, so do their keys
-        low, seen, to, group_ = (
-            one[order] for one in (base + first, base + begin, base + end, group)
-        )
-        ends = (group_ + to).cummax(0).values
-        new = torch.ones(order.numel(), dtype=torch.bool)
-        new[1:] = (rows.sequence[order].diff() != 0) | (group_.diff() != 0)
-        new[1:] |= (group_ + low)[1:] > ends[:-1]
-        number = new.cumsum(0) - 1
-        team, start, is_cut = rows.team[order][new], low[new], cut[order][new]
-        seen = torch.full_like(start, _FAR).scatter_reduce(0, number, seen, "amin")
-        to = torch.zeros_like(start).scatter_reduce(0, number, to, "amax")
-        length = to - start
-        at = _stored(team, length)
-        at_of_rows = torch.zeros_like(first)
-        at_of_rows[order] = at[number] + low - start[number]
-        wanted = Wanted(team, seen, to, at + seen - start)
-        room, whole_room = (_summed(teams, team, one) for one in (length, length * ~is_cut))
-        return Keys(first, begin, end, at_of_rows, wanted, is_cut, room, whole_room)
+        order = (begin < end).nonzero().flatten()
+        some, base = rows.select(order), self._starts_k[rows.sequence]
+        # As the rows of a sequence ascend, so do these.
+        low, seen, to = ((base + one)[order] for one in (first, begin, end))
+        new = torch.ones(order.numel() + 1, dtype=torch.bool)
+        new[1:-1] = (some.sequence.diff() != 0) | (some.rank.diff() != 0) | (low[1:] > to[:-1])
+        is_first, is_last = new[:-1], new[1:]
+        start, seen, to = low[is_first], seen[is_first], to[is_last]
+        team, number = some.rank[is_first], is_first.cumsum(0) - 1
+        stored = _stored(team, to - start)
+        at = torch.zeros_like(first)
+        at[order] = stored[number] + low - start[number]
+        wanted = Layout(team, some.sequence[is_first], seen, to, stored + seen - start)
+        return Keys(first, begin, end, at, wanted, whole[order][is_first])
 
-    def _half(self, degree: int, rows: Rows, stays: bool, at_home: Numbers) -> _Half:
-        """Finds the keys of rows, and what the fullest rank computes and gets."""
+    def _half(
+        self,
+        degree: int,
+        whole: tuple[Numbers, ...],
+        parts: tuple[Numbers, ...],
+        level: Numbers | None,
+        stays: bool,
+        at_home: Numbers,
+    ) -> _Half:
+        """Orders pieces, and finds their keys and what the fullest rank computes and gets.
+
+        Args:
+            degree: ranks of a team.
+            whole: team, sequence, begin and end of whole sequences.
+            parts: the same of pieces of others.
+            level: of these, which are runs of chunks; None: they are none.
+            stays: whether all rows are where they are computed.
+            at_home: work of teams on sequences that lie there entirely.
+        """
         shape = self._shape
         teams = shape.ranks // degree
-        keys = self._keys(rows, teams)
+        team, sequence, begin, end = (torch.cat(pair) for pair in zip(whole, parts, strict=True))
+        levels = torch.full_like(team, -1)
+        if level is not None:
+            levels[whole[0].numel() :] = level
+        first, last = self._ends(sequence)
+        is_whole = (begin == first) & (end == last)
+        order = ((2 * team + ~is_whole) * self._total + begin).argsort()
+        levels, is_whole = levels[order], is_whole[order]
+        team, sequence, begin, end = (one[order] for one in (team, sequence, begin, end))
+        rows = Layout(team, sequence, begin, end, _stored(team, end - begin))
+        keys = self._keys(rows, is_whole)
 
         def most(team: Numbers, count: Numbers) -> float:
             return float(_summed(teams, team, count).max())
 
         others = 1 - 1 / shape.ranks
-        needed = keys.wanted.end - keys.wanted.begin
-        pairs = at_home.index_add(0, rows.team, self._work(rows.sequence, rows.begin, rows.end))
+        wanted, needed = keys.wanted, keys.wanted.end - keys.wanted.begin
+        pairs = at_home.index_add(0, rows.rank, self._work(rows.sequence, rows.begin, rows.end))
         load = model.Load(
             pairs=float(pairs.max()),
             nheads=shape.nheads // degree,
             nheads_k=shape.nheads_k // degree,
             head_dim=shape.head_dim,
-            moved_q=0.0 if stays else most(rows.team, rows.end - rows.begin) * others,
-            moved_k=most(keys.wanted.team, needed) * others,
-            sums=most(rows.team, (keys.end - keys.begin) * (rows.level >= 0)) * others,
-            whole=most(keys.wanted.team, needed * ~keys.cut) * others,
+            moved_q=0.0 if stays else most(rows.rank, rows.end - rows.begin) * others,
+            moved_k=most(wanted.rank, needed) * others,
+            sums=most(rows.rank, (keys.end - keys.begin) * (levels >= 0)) * others,
+            whole=most(wanted.rank, needed * keys.whole) * others,
             itemsize=shape.itemsize,
-            launches=most(rows.team, (~rows.whole).long()) + bool(rows.whole.any()),
+            launches=most(rows.rank, (~is_whole).long()) + bool(is_whole.any()),
         )
-        return _Half(rows, keys, stays, load)
+        return _Half(rows, levels, keys, stays, load)
 
     def _timed(self, load: model.Load, backward: bool) -> tuple[int, float]:
         """Returns how many KV heads are computed at a time, and the seconds of the pass."""
@@ -512,8 +469,7 @@ class _Planner:
         forward = backward = self._pass(first, choice.degree, rank)
         if second is not first:
             backward = self._pass(second, choice.degree, rank)
-        if backward.keys is not None:
-            backward = self._with_gradients(backward, second, choice.degree, rank)
+        backward = self._with_gradients(backward, second, choice.degree, rank)
         others = {name: one.seconds for name, one in self._choices.items() if name != self._best}
         return Plan(
             choice.degree,
@@ -534,22 +490,16 @@ class _Planner:
 
     def _pass(self, half: _Half, degree: int, rank: int) -> Pass:
         """Returns what travels to a rank, and its calls on it."""
-        rows, keys, stays, _ = half
-        team = rank // degree
-        if not keys.wanted.team.numel():
+        rows, wanted = half.rows, half.keys.wanted
+        if not wanted.rank.numel():
             return Pass(None, None, (), 1)
-        calls = self._calls_of(half, (rows.team == team) & (rows.level < 0))
-        way = None
-        if not stays:
-            room = int((rows.end - rows.begin)[rows.team == team].sum())
-            wanted = Wanted(rows.team, rows.begin, rows.end, rows.at)
-            way = self._route(self._own_q, wanted, degree, rank, room)
-            if self._own_k is self._own_q and all(map(torch.equal, wanted, keys.wanted)):
-                return Pass(way, way, calls, 1)
-        keys_way = self._route(self._own_k, keys.wanted, degree, rank, int(keys.room[team]))
-        return Pass(way, keys_way, calls, 1)
+        calls = self._calls_of(half, (rows.rank == rank // degree) & (half.level < 0))
+        way = None if half.stays else self._route(self._own_q, rows, degree, rank)
+        if way is None or self._own_k is not self._own_q or not all(map(torch.equal, rows, wanted)):
+            return Pass(way, self._route(self._own_k, wanted, degree, rank), calls, 1)
+        return Pass(way, way, calls, 1)
 
-    def _route(self, own: Layout, wanted: Wanted, degree: int, rank: int, room: int) -> Route:
+    def _route(self, own: Layout, wanted: Layout, degree: int, rank: int) -> Route:
         """Returns a rank's part of an exchange from the ranks that have tokens to teams.
 
         Rows that a rank sends to itself are the last ones sent, and the first ones received.
@@ -559,18 +509,19 @@ class _Planner:
         found = overlaps(mine, wanted.begin, wanted.end)
         length = found.end - found.begin
         members = torch.arange(degree)
-        to = (wanted.team[found.want, None] * degree + members).flatten()
+        to = (wanted.rank[found.want, None] * degree + members).flatten()
         at = (mine.at[found.part] + found.begin - mine.begin[found.part]).repeat_interleave(degree)
         head = members.repeat(length.numel())
         last = torch.where(to == rank, ranks, to)
         length = length.repeat_interleave(degree)
         sent = _places(ranks, to, last, at, length, head, degree)
-        wanted = Wanted(*(one[wanted.team == team] for one in wanted))
+        wanted = wanted.select(wanted.rank == team)
         found = overlaps(own, wanted.begin, wanted.end)
         at = wanted.at[found.want] + found.begin - wanted.begin[found.want]
         by = own.rank[found.part]
         received = _places(ranks, by, torch.where(by == rank, -1, by), at, found.end - found.begin)
-        return Route(sent, received, room)
+        ends = wanted.at + wanted.end - wanted.begin
+        return Route(sent, received, int(ends.max()) if ends.numel() else 0)
 
     def _calls_of(self, half: _Half, some: Numbers) -> tuple[Call, ...]:
         """Returns the calls of some pieces of rows of one team."""
@@ -582,35 +533,37 @@ class _Planner:
     def _with_gradients(self, result: Pass, half: _Half, degree: int, rank: int) -> Pass:
         """Adds how dk and dv of whole sequences travel, the runs of a rank, and their sums."""
         rows, keys = half.rows, half.keys
-        team, whole = rank // degree, ~keys.cut
-        if bool(whole.all()):
-            assert result.keys is not None
-            result = result._replace(whole=result.keys.back, whole_room=int(keys.room[team]))
-        elif bool(whole.any()):
-            wanted = Wanted(*(one[whole] for one in keys.wanted))
-            way = self._route(self._own_k, wanted, degree, rank, 0).back
-            result = result._replace(whole=way, whole_room=int(keys.whole_room[team]))
-        run = ((rows.level >= 0) & (keys.begin < keys.end)).nonzero().flatten()
+        if bool(keys.whole.all()):
+            result = result._replace(whole=result.keys)
+        elif bool(keys.whole.any()):
+            wanted = keys.wanted.select(keys.whole)
+            result = result._replace(whole=self._route(self._own_k, wanted, degree, rank))
+        run = ((half.level >= 0) & (keys.begin < keys.end)).nonzero().flatten()
         if not run.numel():
             return result
+        own = run[rows.rank[run] == rank // degree]
+        calls = [call for one in own[:, None] for call in self._calls_of(half, one)]
         first, begin, end = (side[run] for side in keys[:3])
-        own = []
-        for number in (rows.team[run] == team).nonzero().flatten().tolist():
-            (call,) = self._calls_of(half, run[number : number + 1])
-            low, high = (int(side[number] - first[number]) for side in (begin, end))
-            own.append(Run(call, slice(low, high)))
         base = self._starts_k[rows.sequence[run]]
         sides = base + first, base + begin, base + end
-        sums = self._sums(rows.select(run), *sides, degree, rank)
-        return result._replace(runs=tuple(own), sums=sums)
+        sums = self._sums(rows.select(run), half.level[run], *sides, degree, rank)
+        return result._replace(runs=tuple(calls), sums=sums)
 
     def _sums(
-        self, runs: Rows, first: Numbers, begin: Numbers, end: Numbers, degree: int, rank: int
+        self,
+        runs: Layout,
+        levels: Numbers,
+        first: Numbers,
+        begin: Numbers,
+        end: Numbers,
+        degree: int,
+        rank: int,
     ) -> Sums:
         """Plans the sums of runs of all teams.
 
         Args:
             runs: their rows.
+            levels: n of each, of 2^n chunks.
             first: token at which the keys of each run's call begin.
             begin: first token that each sees.
             end: after the last one.
@@ -619,24 +572,19 @@ class _Planner:
         """
         ranks, chunk, team, own = self._shape.ranks, self._shape.chunk, rank // degree, self._own_k
         found = overlaps(own, begin, end)
-        by, to, length = runs.team[found.want], own.rank[found.part], found.end - found.begin
+        by, to, length = runs.rank[found.want], own.rank[found.part], found.end - found.begin
         message = by * ranks + to
         order = message.argsort(stable=True)
         at = torch.empty_like(order)
         at[order] = _stored(message[order], length[order])
         counts = _summed(ranks // degree * ranks, message, length).view(-1, ranks)
-        here = runs.team == team
+        here = runs.rank == team
         number = torch.where(here, here.cumsum(0) - 1, -1)  # among the runs of this rank
         leaving = ((by == team) & (to != rank)).nonzero().flatten()
         low = found.begin - first[found.want]
         leaving = leaving[(to[leaving] * self._total + at[leaving]).argsort()]
-        columns = to, number[found.want], low, low + length
-        pieces = [*zip(*(one[leaving].tolist() for one in columns), strict=True)]
-        sent = tuple(
-            (other, side, run, slice(low_, high))
-            for other, of_rank in itertools.groupby(pieces, key=lambda one: one[0])
-            for side, (_, run, low_, high) in itertools.product(range(2), [*of_rank])
-        )
+        columns = (one[leaving].tolist() for one in (number[found.want], low, low + length))
+        sent = tuple((run, slice(*keys)) for run, *keys in zip(*columns, strict=True))
         # Pieces of keys that are all seen by the same runs.
         mine = (own.rank == rank).nonzero().flatten()
         borders = torch.unique(torch.cat([begin, end]))  # type: ignore[no-untyped-call, unused-ignore]
@@ -646,10 +594,10 @@ class _Planner:
         keys, run = sees.nonzero().unbind(1)
         pairs = found.want * own.rank.numel() + found.part
         pair = torch.searchsorted(pairs, run * own.rank.numel() + part[keys])
-        level = runs.level[run]
-        node = (runs.begin - self._starts_q[runs.sequence])[run] // chunk >> level
-        in_message = at[pair] + low[keys] - found.begin[pair]
-        numbered = level, node, runs.team[run], in_message, number[run], low[keys] - first[run]
+        node = (runs.begin - self._starts_q[runs.sequence])[run] // chunk >> levels[run]
+        dk = 2 * at[pair] + low[keys] - found.begin[pair]
+        here_at = low[keys] - first[run]
+        numbered = levels[run], node, runs.rank[run], dk, dk + length[pair], number[run], here_at
         parts: dict[int, list[Part]] = {}
         for index, *numbers in zip(keys.tolist(), *(one.tolist() for one in numbered), strict=True):
             parts.setdefault(index, []).append(Part((numbers[0], numbers[1]), *numbers[2:]))
@@ -727,12 +675,23 @@ def _summed(count: int, index: Numbers, numbers: Numbers) -> Numbers:
 
 def _stored(team: Numbers, length: Numbers) -> Numbers:
     """Returns where pieces begin that each team stores one after another; teams ascend."""
-    ends = length.cumsum(0)
-    begins = ends - length
-    if not team.numel():
-        return begins
-    base = torch.full((int(team[-1]) + 1,), _FAR).scatter_reduce(0, team, begins, "amin")
-    return begins - base[team]
+    begins = length.cumsum(0) - length
+    return begins - begins[torch.searchsorted(team, team)]
+
+
+def _aligned(first: int, last: int, is_end: bool) -> Iterator[tuple[int, int]]:
+    """Cuts chunks into aligned runs of 2^n, as long as possible; yields first chunk and n of each.
+
+    Behind the end of a sequence there are as many chunks as needed.
+    """
+    while first < last:
+        level = 0
+        while first % (2 << level) == 0 and (
+            first + (2 << level) <= last or (is_end and first + (1 << level) < last)
+        ):
+            level += 1
+        yield first, level
+        first += 1 << level
 
 
 def _places(

@@ -126,7 +126,7 @@ def test_each_pair_is_computed_once(
             for call in plan.local:
                 found += _pairs(call, *own)
             rows, keys = _tokens(shape, plan, part, rank)
-            for call in (*part.calls, *(run.call for run in part.runs)):
+            for call in (*part.calls, *part.runs):
                 assert len(call.starts_q) == 2 or call in part.calls
                 found += _pairs(call, rows, keys)
         assert len(found) == len(set(found))
