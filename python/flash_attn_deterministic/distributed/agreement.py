@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ..errors import ArgumentError, RankError
 
 VARIABLE = "FLASH_ATTENTION_RANK_CHECKS"
 _CHOICES = ("first", "always", "off")
-LOOK = 0.25  # seconds between two looks for errors of other ranks
+_LOOK = 0.25  # seconds between two looks for errors of other ranks
 _TEXT = 1000  # characters of an error that are told
 _MOST = 65_536  # calls that are remembered as agreed on
 
@@ -56,17 +56,15 @@ class Agreement:
         self._lost = ""  # why the group can't be used any more
 
     @property
+    def _timeout(self) -> float:
+        """Returns the seconds after which the group gives up."""
+        backend: Any = self._group._get_backend(next(iter(self._group._device_types)))
+        return float(backend.options._timeout.total_seconds())
+
+    @property
     def last(self) -> int:
         """Returns the number of the last call."""
         return self._calls - 1
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Agreement:
-        """Returns that of a group."""
-        found = _agreements.get(group.group_name)
-        if found is None or found._group is not group:
-            found = _agreements[group.group_name] = cls(group)
-        return found
 
     def agree(
         self, call: str, facts: str, follows: bool = False, forward: int | None = None
@@ -160,14 +158,19 @@ class Agreement:
         self._forget()
         know(error)
 
-    def look(self) -> None:
-        """Raises RankError if another rank failed in the call whose messages this one waits for."""
+    def wait_for(self, work: dist.Work) -> None:
+        """Waits for a message; RankError if another rank failed, RuntimeError at the timeout."""
+        wait(work.is_completed, self._look, self._timeout, 1e-3)
+
+    def _look(self, is_late: bool) -> None:
         for rank in range(self.size):
             if rank == self.rank or not self._store.check([self._failure_of(rank)]):
                 continue
             number, begun, text = json.loads(self._store.get(self._failure_of(rank)))
             if begun or number == self.last:
                 raise RankError(self._of_another(rank, text))
+        if is_late:
+            raise RuntimeError("the group's timeout has passed")
 
     def lose(self, error: Exception) -> None:
         """Notes that messages of a call failed: those of the next one would be taken for them."""
@@ -192,22 +195,18 @@ class Agreement:
     def _collect(self, number: int) -> list[dict[str, Any]]:
         """Waits for what all ranks tell of a call."""
         keys = [f"{number}/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + timeout_of(self._group)
-        look, pause = time.monotonic() + LOOK, 2e-5
+
+        def look(is_late: bool) -> None:
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if silent and is_late:
+                raise RankError(
+                    f"rank {self.rank} of {self.size}: rank {silent[0]} did not make call "
+                    f"{number} of this group within its timeout: it has ended, is late, or "
+                    "makes other calls"
+                )
+
         try:
-            while not self._store.check(keys):
-                time.sleep(pause)
-                pause = min(2 * pause, 5e-3)
-                if time.monotonic() < look:
-                    continue
-                silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if silent and time.monotonic() > deadline:
-                    raise RankError(
-                        f"rank {self.rank} of {self.size}: rank {silent[0]} did not make call "
-                        f"{number} of this group within its timeout: it has ended, is late, or "
-                        "makes other calls"
-                    )
-                look = time.monotonic() + LOOK
+            wait(lambda: self._store.check(keys), look, self._timeout, 5e-3)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError as error:
             if isinstance(error, RankError):
@@ -242,32 +241,6 @@ class Agreement:
         return f"failed/{rank}"
 
 
-_agreements: dict[str, Agreement] = {}
-
-
-def report(error: Exception, group: Any) -> None:
-    """Tells other ranks why a call failed here before its op.
-
-    Args:
-        error: of this rank.
-        group: of the call; None: unknown, as the argument is wrong: it is told in all groups of
-            this rank, since the others may wait in any of them.
-    """
-    if is_known(error) or not dist.is_available() or not dist.is_initialized():
-        return
-    c10d: Any = dist.distributed_c10d
-    for one in [*c10d._world.pg_map] if group is None else [group]:
-        if dist.get_rank(one) >= 0 and dist.get_world_size(one) > 1:
-            Agreement.of(one).report(error)
-
-
-def taking_part(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """Tells the other ranks of a group of an error in a call."""
-    if group is None or group.size() == 1:
-        return contextlib.nullcontext()
-    return Agreement.of(group).taking_part()
-
-
 def is_known(error: Exception) -> bool:
     """Returns whether the other ranks know of an error, or have it too."""
     return isinstance(error, RankError) or getattr(error, "known_to_all_ranks", False)
@@ -278,10 +251,26 @@ def know(error: Exception) -> None:
     error.known_to_all_ranks = True  # type: ignore[attr-defined]
 
 
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Returns the seconds after which a group gives up."""
-    backend: Any = group._get_backend(next(iter(group._device_types)))
-    return float(backend.options._timeout.total_seconds())
+def wait(
+    is_done: Callable[[], bool], look: Callable[[bool], None], timeout: float, pause: float
+) -> None:
+    """Waits, the host asleep.
+
+    Args:
+        is_done: what for.
+        look: called now and then, with whether the timeout has passed; ends the wait by an error.
+        timeout: seconds.
+        pause: at most this many seconds between two questions.
+    """
+    begin = looked = time.monotonic()
+    asleep = 2e-5
+    while not is_done():
+        time.sleep(asleep)
+        asleep = min(2 * asleep, pause)
+        now = time.monotonic()
+        if now > looked + _LOOK:
+            look(now > begin + timeout)
+            looked = now
 
 
 def _shown(value: Any) -> str:

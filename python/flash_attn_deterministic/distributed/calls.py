@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..checks.tensors import check_packed
 from ..errors import FlashAttnError
-from . import agreement
-from .ranks import find_group
+from .agreement import is_known
+from .ranks import find_group, report
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -29,8 +29,8 @@ def reported(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not agreement.is_known(error):
-                agreement.report(error, _group_of(function, args, kwargs))
+            if not is_known(error):
+                report(error, _group_of(function, args, kwargs))
             raise
 
     return call

@@ -93,29 +93,24 @@ class Route(NamedTuple):
 class Heads(NamedTuple):
     """Some heads of a tensor (tokens, heads, width) on their way."""
 
-    tensor: torch.Tensor  # from or into which rows go
+    tensor: torch.Tensor  # from or into which rows go; contiguous if into it
     first: int  # head, in each part of the heads
     size: int  # heads
 
     def rows(self, parts: int) -> torch.Tensor:
         """Returns rows of words: of each token one for each part of the heads."""
-        tensor = self.tensor
-        tokens, heads, width = tensor.shape
-        word = _WORD.itemsize
-        step, inner, last = (one * tensor.element_size() for one in tensor.stride())
-        row = width * tensor.element_size()
-        if (
-            last != tensor.element_size()
-            or inner != row
-            or (parts > 1 and step != heads * row)
-            or step % word
-            or tensor.storage_offset() * tensor.element_size() % word
-        ):
-            tensor, step = tensor.clone(memory_format=torch.contiguous_format), heads * row
-        words = tensor.view(_WORD)
-        strides = (step if parts == 1 else heads // parts * row) // word, 1
-        offset = words.storage_offset() + self.first * row // word
-        return words.as_strided((tokens * parts, self.size * row // word), strides, offset)
+        words = in_one_piece(self.tensor).view(_WORD)
+        tokens, heads, width = words.shape
+        shape, strides = (tokens * parts, self.size * width), (heads // parts * width, 1)
+        return words.as_strided(shape, strides, words.storage_offset() + self.first * width)
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that is contiguous from a whole word on: the same, or a copy."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    if tensor.is_contiguous() and tensor.stride(-1) == 1 and offset % _WORD.itemsize == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Arriving:

@@ -113,7 +113,7 @@ def _sequence_fwd(
 ) -> Outputs:
     spec = CallSpec(*numbers)
     ranks = Ranks.named(spec.group)
-    with agreement.taking_part(ranks.group):
+    with ranks.taking_part():
         plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
         out, softmax_lse = passes.forward(
             ranks, plan, _packed(q), _packed(k), _packed(v), spec.options, learnable_sink
@@ -137,7 +137,7 @@ def _sequence_bwd(
 ) -> Gradients:
     spec, forward = CallSpec(*numbers[:-1]), numbers[-1]
     ranks = Ranks.named(spec.group)
-    with agreement.taking_part(ranks.group):
+    with ranks.taking_part():
         check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
         if not spec.deterministic_bwd:
             alert_atomics(q.device)

@@ -16,7 +16,7 @@ from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from .exchange import Arriving, Heads, Route
+from .exchange import Arriving, Heads, Route, in_one_piece
 from .plan import Call, Part, Pass, Plan
 from .plan import Sums as SumsPlan
 from .ranks import Ranks
@@ -76,7 +76,10 @@ class _Steps:
         rows: Sequence[torch.Tensor],
         keys: Sequence[torch.Tensor],
     ) -> None:
-        self._ranks, self._part, self._rows, self._keys = ranks, part, rows, keys
+        self._ranks, self._part = ranks, part
+        # What is sent, once for all steps.
+        self._rows = rows if part.rows is None else [*map(in_one_piece, rows)]
+        self._keys = keys if part.keys is None else [*map(in_one_piece, keys)]
         each = keys[0].shape[1] // degree
         self._first, self._each = ranks.rank % degree * each, each
         self._group = rows[0].shape[1] // keys[0].shape[1]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.describe import type_name
 from ..errors import ArgumentError, ArgumentTypeError, RankError, UnsupportedError
-from .agreement import LOOK, Agreement, timeout_of
+from .agreement import Agreement, is_known
 
 # Supported backends by type of the tensors' device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -59,7 +59,11 @@ class Ranks:
     @functools.cached_property
     def agreement(self) -> Agreement | None:
         """What the ranks have agreed on; None of one rank."""
-        return None if self.group is None or self.size == 1 else Agreement.of(self.group)
+        return None if self.group is None or self.size <= 1 else Agreement(self.group)
+
+    def taking_part(self) -> contextlib.AbstractContextManager[None]:
+        """Tells the other ranks of an error in a call."""
+        return contextlib.nullcontext() if self.agreement is None else self.agreement.taking_part()
 
     @functools.cached_property
     def in_one_machine(self) -> bool:
@@ -132,17 +136,8 @@ class Ranks:
         if device.type == "cpu" or self._host_waits:
             # With looks for errors of other ranks, and without NCCL's own way to end a wait, which
             # may wait for the other rank again.
-            assert self.group is not None
-            deadline = time.monotonic() + timeout_of(self.group)
-            look, pause = time.monotonic() + LOOK, 2e-5
-            while not work.is_completed():
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
-                if time.monotonic() > look:
-                    Agreement.of(self.group).look()
-                    look = time.monotonic() + LOOK
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the group's timeout has passed")
+            assert self.agreement is not None
+            self.agreement.wait_for(work)
         work.wait()
 
     def _fail(self, error: RuntimeError, what: str) -> NoReturn:
@@ -180,6 +175,23 @@ class Pending:
 
 
 _known: dict[str, Ranks] = {}
+
+
+def report(error: Exception, group: Any) -> None:
+    """Tells other ranks why a call failed here before its op.
+
+    Args:
+        error: of this rank.
+        group: of the call; None: unknown, as the argument is wrong: it is told in all groups of
+            this rank, since the others may wait in any of them.
+    """
+    if is_known(error) or not dist.is_available() or not dist.is_initialized():
+        return
+    c10d: Any = dist.distributed_c10d
+    for one in [*c10d._world.pg_map] if group is None else [group]:
+        agreed = Ranks.of(one).agreement
+        if agreed is not None:
+            agreed.report(error)
 
 
 def find_group(group: Any, mesh: Any) -> dist.ProcessGroup:

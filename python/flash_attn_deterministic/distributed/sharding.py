@@ -11,7 +11,6 @@ from ..checks.describe import type_name
 from ..checks.numbers import as_int
 from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
-from . import agreement
 from .calls import reported
 from .layout import (
     CONTIGUOUS,
@@ -102,8 +101,9 @@ def unshard(
     """
     ranks = Ranks.of(find_group(group, mesh))
     dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
+    ranks.check(tensor.device)
     part = tensor.detach()
-    with agreement.taking_part(ranks.group):
+    with ranks.taking_part():
         agreed = ranks.agreement
         if agreed is not None:
             facts: dict[str, Any] = {"tensor.dtype": str(part.dtype), "dim": dim, "order": order}
