@@ -61,31 +61,10 @@ class Layout(NamedTuple):
         return self.at[piece] + token - self.begin[piece]
 
 
-def dense_layout(batch: int, seqlen: int, ranks: int, order: str, name: str = "q") -> Layout:
-    """Lays out sequences of one length, each of them cut over all ranks.
-
-    Args:
-        batch: number of sequences.
-        seqlen: tokens of a sequence on each rank.
-        ranks: number of ranks.
-        order: "contiguous": rank r holds the r-th of P parts; "zigzag": it holds the r-th and the
-            r-th from the end of 2 P parts, so that all ranks have the same work under a causal
-            mask.
-        name: of the argument, for errors.
-
-    Raises:
-        ArgumentError: seqlen is odd, and the order is zigzag.
-    """
-    if order == ZIGZAG and seqlen % 2:
-        raise ArgumentError(
-            f"{name}: expected an even number of tokens on each rank with order='zigzag', got "
-            f"{seqlen}"
-        )
-    return _cut_each(torch.arange(batch + 1) * (seqlen * ranks), ranks, order)
-
-
-def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, name: str) -> Layout:
-    """Lays out packed sequences.
+def layout_of(
+    starts: Sequence[int], total: int, ranks: int, order: str, name: str, dense: bool = False
+) -> Layout:
+    """Lays out sequences.
 
     Args:
         starts: the values of cu_seqlens: where each sequence begins in all tokens, and the last
@@ -94,11 +73,14 @@ def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, nam
         ranks: number of ranks.
         order: "contiguous": rank r holds the r-th of P parts of all tokens, whatever sequences they
             belong to; "zigzag": of each sequence it holds the r-th and the r-th from the end of 2 P
-            parts, for which each rank has equally many rows; the last parts may not fill them.
-        name: of the argument with the starts, for errors.
+            parts, so that all ranks have the same work under a causal mask. Each rank has equally
+            many rows for a part; the last ones may not fill them.
+        name: of the argument, for errors.
+        dense: whether the sequences have one length, and are each cut in the contiguous order too.
 
     Raises:
-        ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens.
+        ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens; or an odd
+            number of tokens of a dense sequence on a rank in the zigzag order.
     """
     given = torch.tensor(starts, dtype=torch.long)
     lengths = given.diff()
@@ -106,6 +88,14 @@ def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, nam
         raise ArgumentError(
             f"{name}: expected a 0, then numbers that don't decrease, got {_some(starts)}"
         )
+    if dense:
+        seqlen = total // max(len(starts) - 1, 1)
+        if order == ZIGZAG and seqlen % 2:
+            raise ArgumentError(
+                f"{name}: expected an even number of tokens on each rank with order='zigzag', got "
+                f"{seqlen}"
+            )
+        return _cut_each(given, ranks, order)
     if order == ZIGZAG:
         rows = int(zigzag_rows(lengths, ranks).sum())
         if total != rows:

@@ -29,7 +29,7 @@ import torch
 from ..types import Lengths, Options
 from . import model
 from .exchange import Key, Places, Route, stream_of
-from .layout import Layout, Numbers, dense_layout, expand, overlaps, packed_layout
+from .layout import Layout, Numbers, expand, layout_of, overlaps
 
 # A multiple of the keys per block of every kernel, forward and backward.
 KEY_BLOCK = 128
@@ -74,16 +74,15 @@ class Shape:
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Returns where the ranks have the tokens of q, and those of k and v."""
-        q = self._layout(self.starts_q, self.tokens_q, "q")
+
+        def layout(name: str, starts: tuple[int, ...], tokens: int) -> Layout:
+            argument = name if self.dense else f"cu_seqlens_{name}"
+            return layout_of(starts, tokens, self.ranks, self.order, argument, self.dense)
+
+        q = layout("q", self.starts_q, self.tokens_q)
         if (self.starts_q, self.tokens_q) == (self.starts_k, self.tokens_k):
             return q, q
-        return q, self._layout(self.starts_k, self.tokens_k, "k")
-
-    def _layout(self, starts: tuple[int, ...], tokens: int, name: str) -> Layout:
-        if not self.dense:
-            return packed_layout(starts, tokens, self.ranks, self.order, f"cu_seqlens_{name}")
-        batch = len(starts) - 1
-        return dense_layout(batch, tokens // max(batch, 1), self.ranks, self.order, name)
+        return q, layout("k", self.starts_k, self.tokens_k)
 
 
 class Mask(NamedTuple):

@@ -12,15 +12,7 @@ from ..checks.numbers import as_int
 from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
 from .calls import reported
-from .layout import (
-    CONTIGUOUS,
-    ZIGZAG,
-    check_order,
-    dense_layout,
-    packed_layout,
-    tokens_of,
-    zigzag_rows,
-)
+from .layout import CONTIGUOUS, ZIGZAG, check_order, layout_of, tokens_of, zigzag_rows
 from .ranks import Ranks, find_group
 
 
@@ -154,8 +146,8 @@ def _order(
         )
     each = tokens // ranks.size
     if starts is None:
-        layout = dense_layout(1, each, ranks.size, order)
-        return [tokens_of(layout, rank, each) for rank in range(ranks.size)]
-    layout = packed_layout(starts, each, ranks.size, order, "cu_seqlens")
-    none = starts[-1] if order == ZIGZAG else None
+        layout = layout_of((0, tokens), each, ranks.size, order, "q", dense=True)
+    else:
+        layout = layout_of(starts, each, ranks.size, order, "cu_seqlens")
+    none = starts[-1] if starts and order == ZIGZAG else None
     return [tokens_of(layout, rank, each, none) for rank in range(ranks.size)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flash_attn_deterministic.distributed import model
 from flash_attn_deterministic.distributed.exchange import Places
-from flash_attn_deterministic.distributed.layout import packed_layout, tokens_of
+from flash_attn_deterministic.distributed.layout import layout_of, tokens_of
 from flash_attn_deterministic.distributed.plan import (
     Call,
     Mask,
@@ -184,12 +184,12 @@ def test_planning_takes_a_few_milliseconds() -> None:
 
 
 def test_layouts() -> None:
-    layout = packed_layout((0, 3, 7), 4, 2, "contiguous", "q")
+    layout = layout_of((0, 3, 7), 4, 2, "contiguous", "q")
     assert [tokens_of(layout, rank, 4).tolist() for rank in range(2)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
     ]
-    layout = packed_layout((0, 4, 12), 6, 2, "zigzag", "q")
+    layout = layout_of((0, 4, 12), 6, 2, "zigzag", "q")
     found = [tokens_of(layout, rank, 6).tolist() for rank in range(2)]
     assert found == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
 
