@@ -1,6 +1,6 @@
 """Changes the reference, one expression at a time, and asks the live checks of `verify`.
 
-    python -m tests.mutants --out mutants.json [--only window] [--seconds 1500]
+    python -m tests.mutants --out mutants.json [--only window] [--seconds 1500] [--jobs 12]
     python -m tests.mutants --out again.json --survivors mutants.json
 
 Masks, softcap, ALiBi, windows and lengths: each mutant is the package with one operator, constant
@@ -24,6 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -179,6 +180,18 @@ def _failing_test() -> str:
     return next(iter(failed), f"pytest ended with {status}") if status else ""
 
 
+def _killed_by(mutant: Mutant, by_tests: bool) -> str:
+    """Tries a mutant in a process of its own; returns what killed it, or ""."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_try, args=(mutant, by_tests, sender))
+    process.start()
+    killer: str = receiver.recv() if receiver.poll(_SECONDS) else "no answer in time"
+    process.kill()
+    process.join()
+    return killer
+
+
 def main() -> int:
     """Prints a line for each survivor, and how many were killed by what."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -190,6 +203,7 @@ def main() -> int:
     parser.add_argument(
         "--survivors", type=Path, help="only those that survived in this file; asks tests/unit"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     arguments = parser.parse_args()
     before: list[dict[str, Any]] = []
     if arguments.survivors is not None:
@@ -201,32 +215,34 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    fork, begin = multiprocessing.get_context("fork"), time.monotonic()
-    rows: list[dict[str, Any]] = []
+    end = time.monotonic() + arguments.seconds
+    tried: list[Mutant] = []
     for module, functions in TARGETS.items():
         if arguments.only not in module:
             continue
         path = root.joinpath(*module.split(".")).with_suffix(".py")
         known = [row for row in before if row["module"] == module]
-        found = mutants(module, functions, path.read_text(encoding="utf-8"))
-        for number, mutant in enumerate(found):
-            if before and (number >= len(known) or known[number]["killer"]):
+        for number, mutant in enumerate(mutants(module, functions, path.read_text("utf-8"))):
+            if not before or (number < len(known) and not known[number]["killer"]):
+                tried.append(mutant)
+
+    def outcome(mutant: Mutant) -> str | None:
+        return _killed_by(mutant, bool(before)) if time.monotonic() < end else None
+
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutant, killer in zip(tried, pool.map(outcome, tried), strict=True):
+            if killer is None:
                 continue
-            if time.monotonic() - begin > arguments.seconds:
-                break
-            receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=_try, args=(mutant, bool(before), sender))
-            process.start()
-            killer = receiver.recv() if receiver.poll(_SECONDS) else "no answer in time"
-            process.kill()
-            process.join()
-            row = {"module": module, "line": mutant.line, "change": mutant.change, "killer": killer}
-            rows.append(row)
+            row = {"module": mutant.module, "line": mutant.line, "change": mutant.change}
+            rows.append({**row, "killer": killer})
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             if not killer:
-                print(f"survived: {module}:{mutant.line}: {mutant.change}", flush=True)
+                print(f"survived: {mutant.module}:{mutant.line}: {mutant.change}", flush=True)
     survived = sum(not row["killer"] for row in rows)
-    print(f"{len(rows)} mutants, {len(rows) - survived} killed, {survived} survived")
+    print(
+        f"{len(rows)} of {len(tried)} mutants, {len(rows) - survived} killed, {survived} survived"
+    )
     return 0
 
 
