@@ -66,8 +66,12 @@ def picture(record: Mapping[str, Any]) -> str:
         cells = [(cell(one), _COLOURS.get(one["status"], _GREY)) for one in results]
         rows.append((_promise(row), cells))
     rows += [(f"time: {name}", [(text, "") for text in texts]) for name, texts in _times(record)]
-    columns = [textwrap.fill(one["title"], 15, break_on_hyphens=False) for one in attentions]
-    return fields(columns, rows, f"Equal bits in so many of the cases tried. {_where(record)}")
+    columns = [
+        textwrap.fill(one["title"], 15, break_long_words=False, break_on_hyphens=False)
+        for one in attentions
+    ]
+    note = "Equal bits in so many of the cases tried; a star: not all were, for want of time. Times: "
+    return fields(columns, rows, f"{note}medians over those of the first. {_where(record)}")
 
 
 def _times(record: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
