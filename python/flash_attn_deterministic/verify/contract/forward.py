@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..shared.bits import bits
-from .call import Attention, Call, Tensors, garbage, heads, int32, pick, rows
+from . import layouts
+from .call import Attention, Call, Tensors, heads, pick, rows
 from .check import (
     Case,
     Mismatch,
@@ -140,37 +141,16 @@ def decode(case: Case, attention: Attention, size: Size) -> None:
     call = make(case, attention, size, batch=1, seqlen_q=longest, seqlen_k=longest)
     whole = call()
     last = [length - 1 for length in size.lengths]
-    expected = {
-        "out": whole["out"][0, last].unsqueeze(1),
-        "softmax_lse": whole["softmax_lse"][0][:, last].T.unsqueeze(-1),
-    }
-    for place, t in list(enumerate(last))[::3]:
-        one = call.queries(t, t + 1).keys(t + 1)
-        what = f"one query over {t + 1} keys against row {t} of the prefill"
-        expect_same(one, what, one(), pick(expected, place))
-
-    k_cache, v_cache = (
-        garbage((len(last), longest + 60, *t.shape[2:]), t) for t in (call.k, call.v)
-    )
-    for place, t in enumerate(last):
-        k_cache[place, :t], v_cache[place, :t] = call.k[0, :t], call.v[0, :t]
-    out, softmax_lse = attention.kvcache(
-        call.q[0, last].unsqueeze(1),
-        k_cache,
-        v_cache,
-        call.k[0, last].unsqueeze(1),
-        call.v[0, last].unsqueeze(1),
-        cache_seqlens=int32(last, call.q.device),
-        alibi_slopes=None if call.slopes is None else call.slopes[0],
-        return_softmax_lse=True,
-        **call.options,
-    )
-    what = "a step that appends each token to its cache against those rows of the prefill"
-    expect_same(call, what, {"out": out, "softmax_lse": softmax_lse}, expected)
-    for place, t in enumerate(last):
-        for name, cache, new in (("k_cache", k_cache, call.k), ("v_cache", v_cache, call.v)):
-            what = f"{name} after appending token {t} against the tokens"
-            expect_same(call, what, {name: cache[place, : t + 1]}, {name: new[0, : t + 1]})
+    steps = call.sequences([0] * len(last))
+    steps = replace(steps, q=call.q[0, last].unsqueeze(1), dout=call.dout[0, last].unsqueeze(1))
+    parts = layouts.cached(steps, size.lengths, room=longest + 60, new=1)
+    for place, (t, (one, own)) in enumerate(zip(last, parts, strict=True)):
+        expected = rows(whole, t, t + 1)
+        if place % 3 == 0:
+            what = f"one query over {t + 1} keys against row {t} of the prefill"
+            expect_same(one, what, one(), expected)
+        what = f"a step that appends token {t} to its cache against the prefill"
+        expect_same(one, what, own, {**expected, "k_cache": one.k, "v_cache": one.v})
 
 
 # --- heads --------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def packed(
     elif room:
         pads = [*[0] * (len(ones) - 1), leftpad]
         k, v = (
-            _buffer([getattr(one, n)[0] for one in ones], room, pads=pads).flatten(0, 1)
+            buffer([getattr(one, n)[0] for one in ones], room, pads=pads).flatten(0, 1)
             for n in "kv"
         )
         used = [length + pad for length, pad in zip(lengths_k, pads, strict=True)]
@@ -123,8 +123,8 @@ def cached(
 
     `room`: keys that the cache has room for; `leftpad`: where the last sequence begins in it;
     `reordered`: sequences lie in another order, in more places; `new`: how many of the keys the
-    call appends. Parts then have `k_new` and `v_new`, read from the cache, and calls whose new keys
-    and queries are rotated.
+    call appends. Parts then have `k_cache` and `v_cache`, all keys and values of the sequence as the
+    call leaves them, and calls whose new keys and queries are rotated.
     """
     device, batch = call.q.device, len(lengths)
     ones = alone(call, [call.q.shape[1]] * batch, lengths)
@@ -144,7 +144,7 @@ def cached(
             pads[-1] = leftpad
             arguments["cache_leftpad"] = int32(pads, device)
         k_cache, v_cache = (
-            _buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
+            buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
         )
     # Lengths count from the cache's first row.
     arguments["cache_seqlens"] = int32([n + pad for n, pad in zip(used, pads, strict=True)], device)
@@ -156,15 +156,15 @@ def cached(
             ones = [_rotated(one, rotary, new) for one in ones]
     results = call.cached(k_cache, v_cache, **arguments)
     parts: Parts = []
-    for index, (one, begin) in enumerate(zip(ones, used, strict=True)):
+    for index, (one, length) in enumerate(zip(ones, lengths, strict=True)):
         own = pick(results, index)
         if new:
-            for name, cache in (("k_new", k_cache), ("v_new", v_cache)):
+            for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
                 if table is None:
                     whole = cache[places[index], pads[index] :]
                 else:
                     whole = cache[table[index].long()].flatten(0, 1)
-                own[name] = whole[None, begin : begin + new]
+                own[name] = whole[None, :length]
         parts.append((one, own))
     return parts
 
@@ -190,7 +190,7 @@ def pages(
     return k, v, table.to(k.device, torch.int32)
 
 
-def _buffer(
+def buffer(
     tensors: Sequence[torch.Tensor],
     room: int,
     places: Sequence[int] | None = None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from . import layouts
-from .call import Attention, garbage, pick
+from .call import Attention, pick
 from .check import Case, cases_of, expect_same, make
 from .sizes import Size
 
@@ -22,10 +22,8 @@ def capacity(case: Case, attention: Attention, size: Size) -> None:
         short = call.keys(length)
         expected = short()
         for room in (length + 1, longest + 337, 2 * longest):
-            caches = [garbage((batch, room, *t.shape[2:]), t) for t in (call.k, call.v)]
-            for cache, tensor in zip(caches, (short.k, short.v), strict=True):
-                cache[:, :length] = tensor
-            views = replace(short, k=caches[0][:, :length], v=caches[1][:, :length])
+            k, v = (layouts.buffer(list(t), room)[:, :length] for t in (short.k, short.v))
+            views = replace(short, k=k, v=v)
             what = f"{length} keys in a buffer of {room}"
             expect_same(views, f"{what}, as views, against no more room", views(), expected)
             parts = layouts.cached(call, [length] * batch, room=room)

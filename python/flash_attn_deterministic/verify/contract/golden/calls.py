@@ -90,7 +90,7 @@ class GoldenCall:
         """Returns what is hashed: the results of all sequences, and a cache that was written to."""
         axes = {"softmax_lse": 2} if self.form == "packed" else {}
         axis = 1 if self.form == "packed" else 0
-        names = [name for name in parts[0][1] if name not in ("k_new", "v_new")]
+        names = [name for name in parts[0][1] if name not in ("k_cache", "v_cache")]
         joined = {
             name: torch.cat([own[name] for _, own in parts], axes.get(name, axis)) for name in names
         }
@@ -99,7 +99,7 @@ class GoldenCall:
         for name in ("k", "v") if self.new else ():
             cache = joined[f"{name}_cache"] = getattr(call, name).clone()
             for own, (_, part), (_, length) in zip(cache, parts, self.lengths, strict=True):
-                own[length - self.new : length] = part[f"{name}_new"][0]
+                own[:length] = part[f"{name}_cache"][0]
         return joined
 
 
