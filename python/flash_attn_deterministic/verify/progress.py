@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TextIO
 
 from .tasks import Task
 
 _WIDTH = 110
-_INTERVAL = 0.1  # seconds between two drawings
 
 
 class Progress:
@@ -16,13 +14,11 @@ class Progress:
 
     def __init__(self, count: int, stream: TextIO) -> None:
         self._count, self._stream, self._terminal = count, stream, stream.isatty()
-        self._done, self._drawn = 0, 0.0
+        self._done = 0
 
     def show(self, task: Task, detail: str = "") -> None:
         """Shows that a task runs; `detail` says how far it is."""
-        now = time.monotonic()
-        if self._terminal and (not detail or now - self._drawn >= _INTERVAL):
-            self._drawn = now
+        if self._terminal:
             self._write(f"[{self._done + 1}/{self._count}] {task.name} {detail}", "")
 
     def finish(self, task: Task, status: str) -> None:

@@ -259,15 +259,8 @@ def _golden(found: Record | None) -> str:
     return "; ".join(words)
 
 
-# A number that JSON does not have (NaN, Inf) is None in a report.
-
-
-def height(value: float | None) -> float:
-    """Returns what to order by: None is above all."""
-    return float("inf") if value is None else float(value)
-
-
 def _number(value: float | None, spec: str) -> str:
+    """Says a number; None stands for one that JSON does not have (NaN, Inf)."""
     return "not finite" if value is None else format(value, spec)
 
 

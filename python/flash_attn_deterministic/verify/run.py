@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress
 from .shared.files import finite, write_files
-from .shared.provenance import HARDWARE
+from .shared.provenance import provenance_of
 from .supervisor import Supervisor
 
 
@@ -87,34 +87,33 @@ class Run:
         """Returns the report; docs/verification.schema.json describes it."""
         sections = self.sections()
         settings, info = self.settings, build_info.build_info()
+        installed, wheel, upstream = settings.installed, settings.wheel, info.upstream
         machine = self.results.get(("environment", "environment"), {}).get("data", {})
+        capability = machine.get("compute_capability")
+        named = None if wheel is None else wheel.record()
         status = outcome.combined(section["status"] for section in sections)
         if not self.complete:
             status = outcome.INCOMPLETE
         elif status != outcome.PASSED:
             status = outcome.FAILED
-        upstream = info.upstream
         record: dict[str, Any] = {
             "schema_version": report.SCHEMA_VERSION,
             "complete": self.complete,
             "quick": settings.quick,
-            "source_tree": settings.installed.source_tree,
+            "source_tree": installed.source_tree,
             "device": settings.device,
             "status": status,
             "started": self.started.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "seconds": round(time.monotonic() - self._begin, 1),
-            "wheel": {
-                "filename": settings.wheel.path.name if settings.wheel else None,
-                "sha256": settings.wheel.sha256 if settings.wheel else None,
-            },
+            "wheel": {"filename": wheel and wheel.path.name, "sha256": wheel and wheel.sha256},
             "installed": {
-                "version": settings.installed.version or None,
-                "files": settings.installed.files,
-                "matches_wheel": settings.installed.matches_wheel,
-                "problems": list(settings.installed.problems),
+                "version": installed.version or None,
+                "files": installed.files,
+                "matches_wheel": installed.matches_wheel,
+                "problems": list(installed.problems),
             },
             "environment": machine,
-            "provenance": self._provenance(machine),
+            "provenance": provenance_of(sys.argv, machine, named),
             "pins": {
                 "upstream": {n: getattr(upstream, n) for n in ("name", "version", "sha256")},
                 "patches": [patch._asdict() for patch in upstream.patches],
@@ -126,11 +125,11 @@ class Run:
                 "bits_version": info.bits_version,
                 "sources": dict(info.sources),
                 "missing_kernels": environment.missing_kernels(info),
-                "golden": _golden(machine.get("compute_capability")),
+                "golden": _golden(capability),
             },
             "architectures": environment.architectures(
                 info.architectures,
-                machine.get("compute_capability"),
+                capability,
                 force_ptx=os.environ.get("CUDA_FORCE_PTX_JIT") == "1",
             ),
             "sections": sections,
@@ -139,25 +138,9 @@ class Run:
         record["digest"] = report.canonical_digest(record)
         return record
 
-    def _provenance(self, machine: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what every result begins with."""
-        info, wheel = build_info.build_info(), self.settings.wheel
-        words = [Path(word).name if "/" in word else word for word in sys.argv]
-        return {
-            "date": self.started.date().isoformat(),
-            "command": shlex.join(words),
-            "hardware": {name: machine.get(name) for name in HARDWARE},
-            "versions": {name: machine[name] for name in machine if name not in HARDWARE},
-            "wheel": None if wheel is None else wheel.record(),
-            "sources": dict(info.sources),
-            "bits_version": info.bits_version,
-        }
-
     def _section(self, name: str) -> dict[str, Any]:
-        own = [task for task in self.tasks if task.section == name]
-        results = {task: result for (section, task), result in self.results.items()
-                   if section == name}  # fmt: skip
-        statuses = [results[t.id]["status"] if t.id in results else outcome.NOT_RUN for t in own]
+        keys = [(task.section, task.id) for task in self.tasks if task.section == name]
+        results = {key[1]: self.results.get(key, _NOT_RUN) for key in keys}
         # Reasons of checks that do not apply are in their rows of the contract alone.
         reasons = [
             result["reason"]
@@ -167,32 +150,31 @@ class Run:
         section: dict[str, Any] = {
             "id": name,
             "title": outcome.SECTIONS[name][0],
-            "status": outcome.combined(statuses),
+            "status": outcome.combined(result["status"] for result in results.values()),
             "reason": "; ".join(reasons) or None,
-            "seconds": round(sum(self.seconds.get((name, task.id), 0.0) for task in own), 1),
+            "seconds": round(sum(self.seconds.get(key, 0.0) for key in keys), 1),
             "data": {},
         }
-        if not own and name == "accuracy":
+        if not keys and name == "accuracy":
             section |= {"status": outcome.FAILED, "reason": "the wheel holds none of the kernels"}
-        elif not own:
+        elif not keys:
             reason = "measured on a GPU only: the CPU runs the reference, which is exact and slow"
             section |= {"status": outcome.NOT_APPLICABLE, "reason": reason}
         elif name == "environment":
-            self._judge_environment(section, results)
+            self._judge_environment(section, results[name]["data"])
         elif name == "contract":
-            section["data"] = {"checks": self._contract_rows(results)}
+            section["data"] = {"checks": _contract(results)}
         elif name == "accuracy":
             section["data"] = _accuracy(results)
         else:
-            section["data"] = results.get(name, {}).get("data", {})
+            section["data"] = results[name]["data"]
         if section["reason"] is None and section["status"] == outcome.FAILED:
             section["reason"] = _why(name, section["data"])
         return section
 
-    def _judge_environment(self, section: dict[str, Any], results: Mapping[str, Any]) -> None:
+    def _judge_environment(self, section: dict[str, Any], machine: dict[str, Any]) -> None:
         problems = list(self.settings.installed.problems)
         if section["status"] == outcome.PASSED:
-            machine = results["environment"]["data"]
             deterministic = build_info.build_info().deterministic
             problems += environment.problems(self.settings.device, machine, deterministic)
         section["data"] = {"problems": problems}
@@ -200,30 +182,8 @@ class Run:
             section["status"] = outcome.FAILED
             section["reason"] = "; ".join(filter(None, [section["reason"], *problems]))
 
-    def _contract_rows(self, results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        from .contract.checks import CHECKS
 
-        rows = []
-        for check in CHECKS:
-            result = {"status": outcome.NOT_RUN, "data": {}, **results.get(check.id, {})}
-            if self.settings.device not in check.devices:
-                result |= {"status": outcome.NOT_APPLICABLE, "reason": check.elsewhere}
-            data = result["data"]
-            rows.append(
-                {
-                    "id": check.id,
-                    "promise": check.promise,
-                    "status": result["status"],
-                    "reason": result.get("reason"),
-                    "cases": data.get("cases", 0),
-                    "failed": data.get("failed", 0),
-                    "seconds": data.get("seconds", 0.0),
-                    "by_config": data.get("by_config", {}),
-                    "counter_example": data.get("counter_example"),
-                    "stderr": data.get("stderr"),
-                }
-            )
-        return rows
+_NOT_RUN: dict[str, Any] = {"status": outcome.NOT_RUN, "data": {}}
 
 
 def _golden(capability: str | None) -> dict[str, Any] | None:
@@ -242,6 +202,21 @@ def _why(name: str, data: Mapping[str, Any]) -> str:
     if name == "accuracy":
         return f"{data['failed']} of {data['count']} errors are above the limit"
     return f"not met: {data.get('criterion')}"
+
+
+def _contract(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each check; one that is not among the tasks is for other devices."""
+    from .contract.checks import CHECKS
+
+    nothing = {"cases": 0, "failed": 0, "seconds": 0.0, "by_config": {}}
+    rows = []
+    for check in CHECKS:
+        elsewhere = {"status": outcome.NOT_APPLICABLE, "reason": check.elsewhere, "data": {}}
+        result = results.get(check.id, elsewhere)
+        of_check = {"id": check.id, "promise": check.promise, "status": result["status"]}
+        found = {**nothing, "counter_example": None, "stderr": None, **result["data"]}
+        rows.append({**of_check, "reason": result.get("reason"), **found})
+    return rows
 
 
 _SHOWN = 100  # failed errors that a report lists
@@ -279,4 +254,6 @@ def _worst(rows: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...],
 
 
 def _height(row: Mapping[str, Any]) -> float:
-    return report.height(finite(row["ratio"]))
+    """Returns what to order by: a ratio that is no number is above all."""
+    ratio = float(row["ratio"])
+    return ratio if math.isfinite(ratio) else math.inf

@@ -123,8 +123,8 @@ def cached(
 
     `room`: keys that the cache has room for; `leftpad`: where the last sequence begins in it;
     `reordered`: sequences lie in another order, in more places; `new`: how many of the keys the
-    call appends. Parts then have `k_cache` and `v_cache`, all keys and values of the sequence as the
-    call leaves them, and calls whose new keys and queries are rotated.
+    call appends. Parts then have `k_cache` and `v_cache`, the keys and values of the sequence as
+    the call leaves them, and calls whose new keys and queries are rotated.
     """
     device, batch = call.q.device, len(lengths)
     ones = alone(call, [call.q.shape[1]] * batch, lengths)

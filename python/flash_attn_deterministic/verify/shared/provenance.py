@@ -11,7 +11,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,40 @@ def provenance(
     """Returns what every result begins with.
 
     Args:
-        command: the command line; of paths the last part is kept.
+        command: the command line.
         device: "cuda" or "cpu".
         wheel: the installed wheel's file; None: what the installer recorded of it.
         **versions: of other libraries that were measured.
-
-    Returns:
-        `date`, `command`, `hardware`, `versions`; `wheel` (name and sha256), `sources` (digests of
-        what its kernels were compiled from) and `bits_version`, each None without this package.
     """
-    found = machine(device)
+    named = _installed_wheel() if wheel is None else _named(wheel)
+    return provenance_of(command, machine(device), named, **versions)
+
+
+def provenance_of(
+    command: Sequence[str],
+    machine: Mapping[str, Any],
+    wheel: Mapping[str, str] | None,
+    **versions: str | None,
+) -> dict[str, Any]:
+    """Returns the same of a machine that was described before.
+
+    It is `date`, `command` (of paths the last part is kept), `hardware`, `versions`; `wheel` (name
+    and sha256), `sources` (digests of what its kernels were compiled from) and `bits_version`, each
+    None without this package.
+    """
     built = _build_info()
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions[_PACKAGE] = metadata.version(_DISTRIBUTION)
+    rest = {name: value for name, value in machine.items() if name not in HARDWARE}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": shlex.join(word if word.startswith("-") else Path(word).name or word
-                              for word in command),
-        "hardware": {name: found.pop(name) for name in HARDWARE},
-        "versions": {**found, **versions, "cuda_of_wheel": built.get("cuda_toolkit")},
-        "wheel": _installed_wheel() if wheel is None else _named(wheel.name, wheel.read_bytes()),
+        "command": shlex.join(Path(word).name or word if "/" in word else word for word in command),
+        "hardware": {name: machine.get(name) for name in HARDWARE},
+        "versions": {**rest, **versions, "cuda_of_wheel": built.get("cuda_toolkit")},
+        "wheel": wheel,
         "sources": built.get("sources"),
         "bits_version": built.get("bits_version"),
-    }  # fmt: skip
+    }
 
 
 HARDWARE = ("gpu", "compute_capability", "sms", "memory_gib", "system", "cpus")
@@ -114,5 +125,5 @@ def _installed_wheel() -> dict[str, str] | None:
     return {"name": str(origin["url"]).rpartition("/")[2], "sha256": str(digest)}
 
 
-def _named(name: str, data: bytes) -> dict[str, str]:
-    return {"name": name, "sha256": hashlib.sha256(data).hexdigest()}
+def _named(wheel: Path) -> dict[str, str]:
+    return {"name": wheel.name, "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}
