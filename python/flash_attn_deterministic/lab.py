@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -42,14 +41,3 @@ def is_missing(argv: Sequence[str]) -> bool:
         file=sys.stderr,
     )
     return True
-
-
-def run(argv: Sequence[str]) -> int:
-    """Runs one of the lab's commands with its arguments, and returns its exit status."""
-    if is_missing(argv):
-        return MISSING
-    parser = argparse.ArgumentParser(prog="flash-attn-deterministic")
-    add_commands(parser.add_subparsers(dest="command", required=True))
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status

@@ -1,4 +1,4 @@
-"""The command `scoreboard`, which is `verify --attention` too."""
+"""The command `scoreboard`."""
 
 from __future__ import annotations
 

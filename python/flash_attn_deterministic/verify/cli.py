@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import Any
 
-from .. import lab
-
 _EPILOG = """\
 exit status: 0 passed; 2 wrong usage, or a file that is no wheel of this package; 3 contract;
 4 accuracy; 5 performance or memory; 6 environment (no GPU, a wheel that is not the installed one,
@@ -36,19 +34,6 @@ def add_command(commands: Any) -> None:
         help="for developers: run on a source tree; such a report cannot be published",
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--attention",
-        metavar="LIST",
-        help="instead of all that: which rows of the contract other attention keeps, beside ours: "
-        "sdpa-flash, flex, fa3 and so on, or MODULE:FUNCTION, separated by commas; the command "
-        "scoreboard of flash-attn-deterministic-lab",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="with --attention: no further case of a row starts after S seconds (default: 20)",
-    )
     instead.add_argument(
         "--ranks",
         type=int,
@@ -101,44 +86,26 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return run_vllm(arguments)
     wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
-    if arguments.ranks is None and arguments.attention is None:
+    if arguments.ranks is None:
         return _verify(arguments, wheel)
     if wheel is not None:
         installed.check(installed.inspect(wheel), wheel, arguments.allow_source)
     environment.check_device(arguments.device)
-    if arguments.ranks is not None:
-        from .ranks.cli import run as run_ranks
+    from .ranks.cli import run as run_ranks
 
-        return run_ranks(arguments, wheel)
-    return lab.run(_of_scoreboard(arguments))
-
-
-def _of_scoreboard(arguments: argparse.Namespace) -> list[str]:
-    """Returns the lab's command line for --attention."""
-    words = ["scoreboard", "--attention", arguments.attention, "--device", arguments.device]
-    words += ["--out", str(arguments.out), *["--quick"] * arguments.quick]
-    for name in ("seconds", "wheel"):
-        if getattr(arguments, name) is not None:
-            words += [f"--{name}", str(getattr(arguments, name))]
-    return words
+    return run_ranks(arguments, wheel)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuses options that the chosen kind of run would ignore."""
     from ..errors import ArgumentError
 
-    if (
-        arguments.allow_source
-        and arguments.wheel is None
-        and (arguments.ranks is not None or arguments.attention is not None)
-    ):
+    if arguments.allow_source and arguments.wheel is None and arguments.ranks is not None:
         raise ArgumentError("--allow-source: expected together with --wheel")
     if arguments.vllm is not None and arguments.wheel is not None:
         raise ArgumentError("--wheel: cannot be combined with --vllm")
     if arguments.vllm_options is not None and arguments.vllm is None:
         raise ArgumentError("--vllm-options: expected together with --vllm only")
-    if arguments.seconds is not None and arguments.attention is None:
-        raise ArgumentError("--seconds: expected together with --attention only")
 
 
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:

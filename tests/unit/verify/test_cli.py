@@ -268,9 +268,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ("--device tpu", "invalid choice: 'tpu'"),
-        ("--ranks 2 --attention sdpa-math", "--attention: not allowed with argument --ranks"),
         ("--ranks 2 --vllm m", "--vllm: not allowed with argument --ranks"),
-        ("--ranks 2 --seconds 5", "--seconds: expected together with --attention only"),
         ("--ranks 2 --allow-source", "--allow-source: expected together with --wheel"),
         ("--ranks 2 --wheel no.whl", "--wheel: no.whl is not a file"),
     ],
