@@ -16,7 +16,7 @@ import torch
 from flash_attn_deterministic import deterministic_mode, flash_attn_func
 from flash_attn_deterministic.verify import accuracy, speed, tasks
 from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
-from flash_attn_deterministic.verify.contract.call import Call, draw, pick
+from flash_attn_deterministic.verify.contract.call import Call, draw, part
 from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.shared.bits import difference
@@ -85,9 +85,9 @@ def test_without_the_mode_the_batch_changes_bits(dtype: str) -> None:
     """The checks could not see anything otherwise."""
     call = drawn(128, dtype, 1, 16_384, batch=64, nheads=32, nheads_k=8)
     with deterministic_mode(enabled=False):
-        alone, together = call.sequences([0])(), pick(call(), 0)
+        alone, together = call.sequences([0])(), part(call(), b=[0])
     assert difference(alone["out"], together["out"]) is not None
-    for name, tensor in pick(call(), 0).items():
+    for name, tensor in part(call(), b=[0]).items():
         assert difference(tensor, call.sequences([0])()[name]) is None
 
 

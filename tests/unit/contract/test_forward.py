@@ -12,7 +12,7 @@ import torch
 from attention_cases import drawn
 from bits import all_equal, bits_equal
 from flash_attn_deterministic.reference import State, attention, batch, forward, merge_state
-from flash_attn_deterministic.verify.contract.call import Tensors, garbage, rows
+from flash_attn_deterministic.verify.contract.call import Tensors, garbage, part
 from flash_attn_deterministic.verify.features import CAUSAL, OF_CONTRACT
 
 features = pytest.mark.parametrize("feature", OF_CONTRACT)
@@ -38,7 +38,7 @@ def test_chunks_of_every_length(feature: str) -> None:
         for size in (1, 2, 3, 16, 17):
             end = min(begin + size, 35)
             chunk = call.queries(begin, end).keys(end + 67 - 35)
-            assert same(chunk(), rows(whole, begin, end))
+            assert same(chunk(), part(whole, q=slice(begin, end)))
 
 
 @causal_features

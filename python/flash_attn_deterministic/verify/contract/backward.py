@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from . import layouts
-from .call import Attention, Call, Tensors, pick
+from .call import Attention, Call, Tensors, part
 from .check import Case, case_of, cases_of, expect_different, expect_same, make
 from .forward import repeat
 from .sizes import Size
@@ -49,11 +49,7 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
     whole = groups.gradients()
     for begin, end in ((0, 1), (2, 3), (1, 3)):
         alone = groups.kv_heads(begin, end)
-        expected = {
-            "dq": whole["dq"][:, :, 2 * begin : 2 * end],
-            "dk": whole["dk"][:, :, begin:end],
-            "dv": whole["dv"][:, :, begin:end],
-        }
+        expected = part(whole, h=slice(2 * begin, 2 * end), g=slice(begin, end))
         what = f"gradients of KV heads [{begin}, {end}) alone against all 3 together"
         expect_same(alone, what, alone.gradients(), expected)
 
@@ -73,7 +69,7 @@ def _each_alone(call: Call, together: Tensors, places: Iterable[int]) -> None:
     for place in places:
         one = call.sequences([place])
         what = f"gradients of sequence {place} of {len(call.q)} against the sequence alone"
-        expect_same(one, what, pick(together, place), one.gradients())
+        expect_same(one, what, part(together, b=[place]), one.gradients())
 
 
 def _packed_gradients(call: Call) -> None:

@@ -125,32 +125,45 @@ class Call:
         return replace(self, options={**self.options, **options})
 
     def sequences(self, index: slice | list[int]) -> Call:
-        slopes = None if self.slopes is None else self.slopes[index]
-        q, k, v, dout = (t[index] for t in (self.q, self.k, self.v, self.dout))
-        dlse = None if self.dlse is None else self.dlse[index]
-        return replace(self, q=q, k=k, v=v, dout=dout, slopes=slopes, dlse=dlse)
+        return self._part(b=index)
 
     def queries(self, begin: int, end: int) -> Call:
-        dlse = None if self.dlse is None else self.dlse[:, begin:end]
-        return replace(self, q=self.q[:, begin:end], dout=self.dout[:, begin:end], dlse=dlse)
+        return self._part(q=slice(begin, end))
 
     def keys(self, end: int) -> Call:
-        return replace(self, k=self.k[:, :end], v=self.v[:, :end])
+        return self._part(k=slice(end))
 
     def kv_heads(self, begin: int, end: int) -> Call:
         """Returns the call on whole groups of heads alone."""
         group = self.q.shape[2] // self.k.shape[2]
         heads = slice(begin * group, end * group)
         sinks = {} if self.sinks is None else {"learnable_sink": self.sinks[heads]}
-        return replace(
-            self.with_options(**sinks),
-            q=self.q[:, :, heads],
-            k=self.k[:, :, begin:end],
-            v=self.v[:, :, begin:end],
-            dout=self.dout[:, :, heads],
-            slopes=None if self.slopes is None else self.slopes[:, heads],
-            dlse=None if self.dlse is None else self.dlse[..., heads],
-        )
+        return self.with_options(**sinks)._part(h=heads, g=slice(begin, end))
+
+    def _part(self, **places: slice | list[int]) -> Call:
+        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "dout", "slopes", "dlse")}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        parts: dict[str, Any] = {**part(given, **places)}
+        return replace(self, **parts)
+
+
+# Axes of tensors, inputs and results: sequences b, queries q, keys k, heads h, KV heads g.
+_AXES = {
+    **dict.fromkeys(("q", "dout", "dlse", "out", "dq"), "bqh"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "bkg"),
+    "slopes": "bh",
+    "softmax_lse": "bhq",
+    "probs": "bhqk",
+}
+
+
+def part(tensors: Tensors, **places: slice | list[int]) -> Tensors:
+    """Picks sequences, queries, keys or heads of tensors, by the letters of their axes."""
+    everything = slice(None)
+    return {
+        name: tensor[tuple(places.get(axis, everything) for axis in _AXES.get(name, "b"))]
+        for name, tensor in tensors.items()
+    }
 
 
 def named_gradients(
@@ -203,28 +216,6 @@ def draw(
         drawn = torch.randn(nheads, generator=generator, device=device)
         options["learnable_sink"] = 2 * drawn + 3  # of the size of softmax_lse
     return Call(attention, q, k, v, dout, slopes, options)
-
-
-def rows(result: Tensors, begin: int, end: int) -> Tensors:
-    """Picks rows of out and softmax_lse."""
-    return {
-        "out": result["out"][:, begin:end],
-        "softmax_lse": result["softmax_lse"][..., begin:end],
-    }
-
-
-def pick(result: Tensors, index: int | list[int]) -> Tensors:
-    """Picks sequences of a batch."""
-    places = [index] if isinstance(index, int) else index
-    return {name: tensor[places] for name, tensor in result.items()}
-
-
-def heads(result: Tensors, begin: int, end: int) -> Tensors:
-    """Picks heads of out and softmax_lse."""
-    return {
-        "out": result["out"][:, :, begin:end],
-        "softmax_lse": result["softmax_lse"][:, begin:end],
-    }
 
 
 def int32(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ..shared.bits import bits
 from . import layouts
-from .call import Attention, Call, Tensors, heads, pick, rows
+from .call import Attention, Call, Tensors, part
 from .check import (
     Case,
     Mismatch,
@@ -102,12 +102,12 @@ def batch(case: Case, attention: Attention, size: Size) -> None:
             if place not in alone:
                 alone[place] = call.sequences([place])()
             what = f"place {place} of a batch of {count} against the sequence alone"
-            expect_same(call, what, pick(together, place), alone[place])
+            expect_same(call, what, part(together, b=[place]), alone[place])
     order = [place for place in (2, 0, 3, 1) if place < largest]
     permuted = call.sequences(order)()
     for place, index in enumerate(order):
         what = f"sequence {index} at place {place} of {len(order)} against the sequence alone"
-        expect_same(call, what, pick(permuted, place), call.sequences([index])())
+        expect_same(call, what, part(permuted, b=[place]), call.sequences([index])())
 
 
 # --- chunk --------------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ def chunk(case: Case, attention: Attention, size: Size) -> None:
     whole = call()
     ends = {0, *(length for length in size.lengths if length < seqlen), seqlen}
     for begin, end in itertools.pairwise(sorted(ends)):
-        part = call.queries(begin, end).keys(end)
+        one = call.queries(begin, end).keys(end)
         what = f"queries [{begin}, {end}) over keys [0, {end}) against those rows of the prefill"
-        expect_same(part, what, part(), rows(whole, begin, end))
+        expect_same(one, what, one(), part(whole, q=slice(begin, end)))
 
 
 # --- decode -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def decode(case: Case, attention: Attention, size: Size) -> None:
     steps = replace(steps, q=call.q[0, last].unsqueeze(1), dout=call.dout[0, last].unsqueeze(1))
     parts = layouts.cached(steps, size.lengths, room=longest + 60, new=1)
     for place, (t, (one, own)) in enumerate(zip(last, parts, strict=True)):
-        expected = rows(whole, t, t + 1)
+        expected = part(whole, q=slice(t, t + 1))
         if place % 3 == 0:
             what = f"one query over {t + 1} keys against row {t} of the prefill"
             expect_same(one, what, one(), expected)
@@ -162,7 +162,7 @@ def head_groups(case: Case, attention: Attention, size: Size) -> None:
     for begin, end in ((0, 1), (1, 2), (3, 4), (1, 3), (0, 3)):
         alone = call.kv_heads(begin, end)
         what = f"KV heads [{begin}, {end}) with their queries alone against all 4 together"
-        expect_same(alone, what, alone(), heads(together, 3 * begin, 3 * end))
+        expect_same(alone, what, alone(), part(together, h=slice(3 * begin, 3 * end)))
     k, v = (t.repeat_interleave(3, dim=2) for t in (call.k, call.v))
     repeated = replace(call, k=k, v=v)
     expect_same(repeated, "repeated keys and values against shared ones", repeated(), together)
@@ -214,11 +214,11 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
         )
     for place in (0, often.q.shape[0] // 2, often.q.shape[0] - 1):
         what = f"place {place} of {often.q.shape[0]} against the same alone"
-        expect_same(call, what, pick(together, place), alone)
+        expect_same(call, what, part(together, b=[place]), alone)
     if few:
         last = call.queries(seqlen_q - few, seqlen_q)
         what = f"the last {few} queries alone against themselves among {seqlen_q}"
-        expect_same(last, what, last(), rows(alone, seqlen_q - few, seqlen_q))
+        expect_same(last, what, last(), part(alone, q=slice(seqlen_q - few, None)))
 
 
 # --- split-size ---------------------------------------------------------------------------------
@@ -252,10 +252,12 @@ def split_size(case: Case, attention: Attention, size: Size) -> None:
         inside = min(begin + left if begin else 0, seqlen)
         end = min(begin + split, seqlen)
         if inside < end:
+            rows = slice(inside, end)
             what = (
                 f"rows [{inside}, {end}), whose keys lie in one split of {split}, against no splits"
             )
-            expect_same(call, what, rows(cut, inside, end), rows(whole, inside, end))
+            expect_same(call, what, part(cut, q=rows), part(whole, q=rows))
         if begin and inside - begin >= _ROWS:  # a few rows could agree by chance
+            rows = slice(begin, inside)
             what = f"rows [{begin}, {inside}), which see across {begin}, against no splits"
-            expect_different(call, what, rows(cut, begin, inside), rows(whole, begin, inside))
+            expect_different(call, what, part(cut, q=rows), part(whole, q=rows))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import exact
-from .call import Call, Tensors, cumulative, garbage, int32, named_gradients, pick
+from .call import Call, Tensors, cumulative, garbage, int32, named_gradients, part
 
 Parts = list[tuple[Call, Tensors]]
 
@@ -157,7 +157,7 @@ def cached(
     results = call.cached(k_cache, v_cache, **arguments)
     parts: Parts = []
     for index, (one, length) in enumerate(zip(ones, lengths, strict=True)):
-        own = pick(results, index)
+        own = part(results, b=[index])
         if new:
             for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
                 if table is None:

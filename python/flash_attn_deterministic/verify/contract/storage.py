@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from . import layouts
-from .call import Attention, pick
+from .call import Attention, part
 from .check import Case, cases_of, expect_same, make
 from .sizes import Size
 
@@ -29,7 +29,7 @@ def capacity(case: Case, attention: Attention, size: Size) -> None:
             parts = layouts.cached(call, [length] * batch, room=room)
             for index, (one, own) in enumerate(parts):
                 words = f"{what}, by cache_seqlens, against no more room"
-                expect_same(one, words, own, pick(expected, index))
+                expect_same(one, words, own, part(expected, b=[index]))
 
 
 def paged_cases(size: Size) -> Iterable[Case]:

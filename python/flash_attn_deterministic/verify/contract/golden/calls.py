@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...features import FEATURES
 from .. import layouts
-from ..call import DTYPES, Attention, Call, Tensors, pick
+from ..call import DTYPES, Attention, Call, Tensors, part
 from ..sizes import Config
 from .inputs import digest, draw
 
@@ -84,7 +84,7 @@ class GoldenCall:
             )  # fmt: skip
         results = call.gradients() if self.backward else call()
         ones = layouts.alone(call, lengths_q, lengths_k)
-        return [(one, pick(results, index)) for index, one in enumerate(ones)]
+        return [(one, part(results, b=[index])) for index, one in enumerate(ones)]
 
     def results(self, call: Call, parts: layouts.Parts) -> Tensors:
         """Returns what is hashed: the results of all sequences, and a cache that was written to."""
@@ -98,8 +98,8 @@ class GoldenCall:
             joined = {name: t[0] for name, t in joined.items()}
         for name in ("k", "v") if self.new else ():
             cache = joined[f"{name}_cache"] = getattr(call, name).clone()
-            for own, (_, part), (_, length) in zip(cache, parts, self.lengths, strict=True):
-                own[:length] = part[f"{name}_cache"][0]
+            for place, ((_, own), (_, length)) in enumerate(zip(parts, self.lengths, strict=True)):
+                cache[place, :length] = own[f"{name}_cache"][0]
         return joined
 
 
