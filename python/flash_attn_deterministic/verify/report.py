@@ -154,23 +154,10 @@ def _details(checks: Iterable[Record]) -> Iterator[Section]:
     for check in checks:
         if check["counter_example"] is not None:
             title = f"First counter-example of {check['id']}"
-            yield Section(title, header=("", ""), rows=list(_example(check["counter_example"])))
+            yield Section(title, header=("", ""), rows=list(_leaves(check["counter_example"])))
         elif check["status"] == "error":
             words = filter(None, (check["reason"], check["stderr"]))
             yield Section(f"{check['id']}: no result", items=list(words))
-
-
-def _example(found: Record) -> Iterator[tuple[str, str]]:
-    """The first case of a check that failed, in full."""
-    for name in ("case", "what", "device", "dtype", "head_dim", "seed"):
-        yield name, str(found[name])
-    for name in ("shapes", "options", "parameters"):
-        yield name, ", ".join(f"{key} {value}" for key, value in found[name].items()) or "-"
-    if found["index"] is not None:
-        yield "tensor", f"{found['tensor']}: {found['differing']} of {found['elements']} differ"
-        yield "first index", str(found["index"])
-        for side in ("left", "right"):
-            yield f"{side} side", f"{found[side]['bits']} = {found[side]['value']}"
 
 
 def _accuracy(record: Record, section: Record) -> Table:
@@ -219,44 +206,24 @@ _TABLES = {
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    """What was verified, where."""
-    machine, wheel, installed = (record[n] for n in ("environment", "wheel", "installed"))
-    upstream, build, ran = record["pins"]["upstream"], record["build"], record["architectures"]
-    matches = {True: "yes", False: "no", None: "no wheel was named"}[installed["matches_wheel"]]
-    yield "wheel", wheel["filename"] or "not named"
-    yield "sha256", wheel["sha256"] or "-"
-    yield "installed version", installed["version"] or "source tree"
-    yield "installed files are the wheel's", matches
-    yield "upstream", f"{upstream['name']} {upstream['version']}, sha256 {upstream['sha256']}"
-    yield from ((f"patch {p['name']}", p["sha256"]) for p in record["pins"]["patches"])
-    yield "CUDA toolkit of the wheel", build["cuda_toolkit"]
-    yield "bits version", str(build["bits_version"])
-    yield "golden hashes", _golden(build["golden"])
-    yield "machine code that ran", ", ".join(ran["ran"]) or "-"
-    yield "PTX that the driver compiled", ", ".join(ran["ran_as_ptx"]) or "-"
-    yield "machine code not verified here", ", ".join(ran["unverified"]) or "-"
-    for name in ("gpu", "compute_capability", "sms", "memory_gib", "driver", "torch", "cuda",
-                 "python", "system"):  # fmt: skip
-        yield name.replace("_", " "), str(machine.get(name) or "-")
-    yield "begun", record["started"]
-    yield "took", f"{record['seconds']:.0f} s"
+    """What was verified, where; kernels that are missing are named above."""
+    build = {name: value for name, value in record["build"].items() if name != "missing_kernels"}
+    names = ("wheel", "installed", "pins", "architectures", "environment", "started", "seconds")
+    yield from _leaves({**{name: record[name] for name in names}, "build": build})
     yield "digest of the report", record.get("digest", "")
 
 
-def _golden(found: Record | None) -> str:
-    """Says what speaks for the hashes of earlier wheels."""
-    if found is None:
-        return "none for this bits version on this device"
-    words = [f"recorded on {found['origin']['gpu']}"]
-    evidence = found["evidence"] or {}
-    if evidence.get("families"):
-        agreeing = evidence["families"]["agreeing"]
-        words.append(f"{agreeing} calls have the same bits in two families of kernels")
-    if evidence:
-        accuracy = evidence["accuracy"]
-        worst = _number(accuracy["worst"]["ratio"], ".2f")
-        words.append(f"of {accuracy['calls']} calls the worst error is {worst} of what passes")
-    return "; ".join(words)
+def _leaves(value: Any, *names: str) -> Iterator[tuple[str, str]]:
+    """Yields all that a record holds, each with the names that lead to it."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, *names, name.replace("_", " "))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for item in value:
+            yield from _leaves(item, *names)
+    else:
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        yield " ".join(names), "-" if text in (None, "") else str(text)
 
 
 def _number(value: float | None, spec: str) -> str:
