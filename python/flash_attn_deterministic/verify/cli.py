@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from typing import Any
 
 _EPILOG = """\
@@ -111,20 +112,18 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     from ..build_info import build_info
     from . import environment, installed, outcome, progress, tasks
-    from . import run as runs
+    from .run import Run
     from .shared.commands import sigterm_interrupts
     from .supervisor import Supervisor
 
     found = installed.inspect(wheel)
     installed.check(found, wheel, arguments.allow_source)
     environment.check_device(arguments.device)
-    device, quick = arguments.device, arguments.quick
-    options = tasks.Options(device, quick)
-    settings = runs.Settings(device, quick, arguments.out, wheel, found)
+    options = tasks.Options(arguments.device, arguments.quick)
+    listed = tasks.list_tasks(options, tasks.holds(options.device))
+    run = Run(options, arguments.out, wheel, found, listed)
     needed = environment.needed_settings(build_info())
-    run = runs.Run(settings, tasks.list_tasks(device, quick, tasks.holds(device)))
-    bar = progress.Progress(len(run.tasks), sys.stderr)
-    with sigterm_interrupts():
+    with sigterm_interrupts(), closing(progress.Progress(len(listed), sys.stderr)) as bar:
         try:
             with Supervisor(options, settings=needed) as supervisor:
                 run.execute(supervisor, bar)
@@ -132,8 +131,6 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
             bar.close()
             run.write()
             print("interrupted", file=sys.stderr)
-        finally:
-            bar.close()
     record = run.record()
     for section in record["sections"]:
         reason = f": {section['reason']}" if section["reason"] else ""

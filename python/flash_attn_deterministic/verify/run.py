@@ -21,26 +21,17 @@ from .shared.provenance import provenance_of
 from .supervisor import Supervisor
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a run, and what is installed."""
+@dataclass
+class Run:
+    """What runs, what is installed, and results so far."""
 
-    device: str  # "cpu" or "cuda"
-    quick: bool  # the smaller run
+    options: tasks.Options
     out: Path  # folder of the report
     wheel: Wheel | None  # the wheel named, or None
     installed: Installed  # what is known of the installed files
-
-
-@dataclass
-class Run:
-    """Results so far."""
-
-    settings: Settings
     tasks: Sequence[tasks.Task]  # all tasks, in order
     # by section and task id
     results: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # by section and task id
     complete: bool = False  # whether all tasks have ended
     unrendered: str = ""  # why the last report could not be made readable; "": it could
     started: datetime.datetime = field(
@@ -56,16 +47,15 @@ class Run:
         """
         self.write()
         for task in self.tasks:
-            key = (task.section, task.id)
             progress.show(task)
             begin = time.monotonic()
 
             def on_case(name: str, case: int, total: int, task: tasks.Task = task) -> None:
                 progress.show(task, f"{case + 1}/{total}")
 
-            self.results[key] = supervisor.run(task.section, task.id, on_case)
-            self.seconds[key] = round(time.monotonic() - begin, 3)
-            progress.finish(task, self.results[key]["status"])
+            result = supervisor.run(task.section, task.id, on_case)
+            self.results[task] = {**result, "seconds": round(time.monotonic() - begin, 3)}
+            progress.finish(task, result["status"])
             self.write()
         self.complete = True
         self.write()
@@ -77,7 +67,7 @@ class Run:
             ReportError: it cannot be written.
         """
         texts, self.unrendered = report.render(self.record())
-        write_files(self.settings.out, texts)
+        write_files(self.out, texts)
 
     def sections(self) -> list[dict[str, Any]]:
         """Returns the sections of the report."""
@@ -86,8 +76,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Returns the report; docs/verification.schema.json describes it."""
         sections = self.sections()
-        settings, info = self.settings, build_info.build_info()
-        installed, wheel, upstream = settings.installed, settings.wheel, info.upstream
+        info, installed, wheel = build_info.build_info(), self.installed, self.wheel
         machine = self.results.get(("environment", "environment"), {}).get("data", {})
         capability = machine.get("compute_capability")
         named = None if wheel is None else wheel.record()
@@ -99,9 +88,9 @@ class Run:
         record: dict[str, Any] = {
             "schema_version": report.SCHEMA_VERSION,
             "complete": self.complete,
-            "quick": settings.quick,
+            "quick": self.options.quick,
             "source_tree": installed.source_tree,
-            "device": settings.device,
+            "device": self.options.device,
             "status": status,
             "started": self.started.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "seconds": round(time.monotonic() - self._begin, 1),
@@ -115,8 +104,8 @@ class Run:
             "environment": machine,
             "provenance": provenance_of(sys.argv, machine, named),
             "pins": {
-                "upstream": {n: getattr(upstream, n) for n in ("name", "version", "sha256")},
-                "patches": [patch._asdict() for patch in upstream.patches],
+                "upstream": {n: getattr(info.upstream, n) for n in ("name", "version", "sha256")},
+                "patches": [patch._asdict() for patch in info.upstream.patches],
             },
             "build": {
                 "cuda_toolkit": info.cuda_toolkit,
@@ -139,8 +128,8 @@ class Run:
         return record
 
     def _section(self, name: str) -> dict[str, Any]:
-        keys = [(task.section, task.id) for task in self.tasks if task.section == name]
-        results = {key[1]: self.results.get(key, _NOT_RUN) for key in keys}
+        own = [task for task in self.tasks if task.section == name]
+        results = {task.id: self.results.get(task, _NOT_RUN) for task in own}
         # Reasons of checks that do not apply are in their rows of the contract alone.
         reasons = [
             result["reason"]
@@ -152,12 +141,12 @@ class Run:
             "title": outcome.SECTIONS[name][0],
             "status": outcome.combined(result["status"] for result in results.values()),
             "reason": "; ".join(reasons) or None,
-            "seconds": round(sum(self.seconds.get(key, 0.0) for key in keys), 1),
+            "seconds": round(sum(result["seconds"] for result in results.values()), 1),
             "data": {},
         }
-        if not keys and name == "accuracy":
+        if not results and name == "accuracy":
             section |= {"status": outcome.FAILED, "reason": "the wheel holds none of the kernels"}
-        elif not keys:
+        elif not results:
             reason = "measured on a GPU only: the CPU runs the reference, which is exact and slow"
             section |= {"status": outcome.NOT_APPLICABLE, "reason": reason}
         elif name == "environment":
@@ -173,17 +162,17 @@ class Run:
         return section
 
     def _judge_environment(self, section: dict[str, Any], machine: dict[str, Any]) -> None:
-        problems = list(self.settings.installed.problems)
+        problems = list(self.installed.problems)
         if section["status"] == outcome.PASSED:
             deterministic = build_info.build_info().deterministic
-            problems += environment.problems(self.settings.device, machine, deterministic)
+            problems += environment.problems(self.options.device, machine, deterministic)
         section["data"] = {"problems": problems}
         if problems:
             section["status"] = outcome.FAILED
             section["reason"] = "; ".join(filter(None, [section["reason"], *problems]))
 
 
-_NOT_RUN: dict[str, Any] = {"status": outcome.NOT_RUN, "data": {}}
+_NOT_RUN: dict[str, Any] = {"status": outcome.NOT_RUN, "data": {}, "seconds": 0.0}
 
 
 def _golden(capability: str | None) -> dict[str, Any] | None:

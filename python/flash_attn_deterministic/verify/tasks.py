@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import outcome
 from .contract.sizes import Config, size_of
@@ -22,8 +22,7 @@ class Options:
     quick: bool  # the smaller run
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One piece of a section."""
 
     section: str  # id of the section
@@ -35,11 +34,12 @@ class Task:
         return self.section if self.id == self.section else f"{self.section}: {self.id}"
 
 
-def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list[Task]:
-    """Lists the tasks of a run on "cpu" or "cuda", in order, of configs that the wheel can run."""
+def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
+    """Lists the tasks of a run, in order, of configs that the wheel can run."""
     from .contract.checks import CHECKS
 
-    configs = size_of(device, quick, held).configs
+    device = options.device
+    configs = size_of(device, options.quick, held).configs
     ids = {
         "contract": [check.id for check in CHECKS if device in check.devices],
         "accuracy": [f"{head_dim} {dtype}" for head_dim, dtype in configs],

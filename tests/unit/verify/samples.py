@@ -7,7 +7,7 @@ from typing import Any
 
 from flash_attn_deterministic.verify import outcome, tasks
 from flash_attn_deterministic.verify.installed import Installed, Wheel
-from flash_attn_deterministic.verify.run import Run, Settings
+from flash_attn_deterministic.verify.run import Run
 
 CONFIGS = ("64 bf16", "64 fp16", "128 bf16", "128 fp16", "40 bf16", "256 fp16")
 
@@ -120,10 +120,10 @@ ENVIRONMENT = {
 def cuda_run(out: Path, *, failed: int = 0, ratio: float = 0.55) -> Run:
     """A finished run on a GPU."""
     wheel = Wheel(Path("flash_attn_deterministic-0.1.0-py3-none-any.whl"), "ab" * 32)
-    settings = Settings("cuda", False, out, wheel, Installed("0.1.0", False, 90, (), True))
-    listed = [t for t in tasks.list_tasks("cuda", False, lambda _: True) if t.section != "accuracy"]
+    options = tasks.Options("cuda", False)
+    listed = [t for t in tasks.list_tasks(options, lambda _: True) if t.section != "accuracy"]
     listed += [tasks.Task("accuracy", config) for config in CONFIGS]
-    run = Run(settings, listed)
+    run = Run(options, out, wheel, Installed("0.1.0", False, 90, (), True), listed)
     for task in listed:
         if task.section == "environment":
             result: dict[str, Any] = {"status": outcome.PASSED, "data": ENVIRONMENT}
@@ -133,7 +133,6 @@ def cuda_run(out: Path, *, failed: int = 0, ratio: float = 0.55) -> Run:
             result = accuracy(task.id, ratio)
         else:
             result = measured(task.section)
-        run.results[task.section, task.id] = result
-        run.seconds[task.section, task.id] = 1.0
+        run.results[task] = {**result, "seconds": 1.0}
     run.complete = True
     return run

@@ -20,10 +20,10 @@ import torch
 from flash_attn_deterministic import build_info as record
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.verify import environment, installed, outcome, progress, tasks
-from flash_attn_deterministic.verify import run as runs
 from flash_attn_deterministic.verify import supervisor as supervisors
 from flash_attn_deterministic.verify.installed import Installed
 from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.run import Run
 from jsonschema import Draft202012Validator
 
 from verify.samples import ENVIRONMENT, accuracy, contract, measured
@@ -424,15 +424,18 @@ def test_progress_in_a_file() -> None:
 
 def test_tasks_cover_each_section() -> None:
     for device in ("cpu", "cuda"):
-        found = {task.section for task in tasks.list_tasks(device, True, lambda _: True)}
+        found = {
+            task.section for task in tasks.list_tasks(tasks.Options(device, True), lambda _: True)
+        }
         left_out = set(tasks.CUDA_ONLY) if device == "cpu" else set()
         assert found == set(outcome.SECTIONS) - left_out
-    assert tasks.list_tasks("cuda", False, lambda _: False)
+    assert tasks.list_tasks(tasks.Options("cuda", False), lambda _: False)
 
 
 def test_a_wheel_without_kernels_fails_accuracy(tmp_path: Path) -> None:
-    settings = runs.Settings("cuda", True, tmp_path, None, Installed("0", False, 1, (), None))
-    run = runs.Run(settings, tasks.list_tasks("cuda", True, lambda _: False))
+    options = tasks.Options("cuda", True)
+    listed = tasks.list_tasks(options, lambda _: False)
+    run = Run(options, tmp_path, None, Installed("0", False, 1, (), None), listed)
     (accuracy,) = (s for s in run.sections() if s["id"] == "accuracy")
     assert accuracy["status"] == "failed"
 

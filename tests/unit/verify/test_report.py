@@ -49,7 +49,7 @@ def _release(real: Callable[..., Any], names: Iterable[str], *args: Any, **kwarg
 
 def written(run: Run) -> dict[str, Any]:
     run.write()
-    record: dict[str, Any] = json.loads((run.settings.out / "verification.json").read_text())
+    record: dict[str, Any] = json.loads((run.out / "verification.json").read_text())
     return record
 
 
@@ -85,6 +85,7 @@ def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> No
         "status": outcome.ERROR,
         "data": {"stderr": "an illegal memory access <was> encountered"},
         "reason": "the process was killed by SIGABRT",
+        "seconds": 1.0,
     }
     record = written(run)
     assert not list(validator.iter_errors(record))
