@@ -69,25 +69,21 @@ def cases(device: str) -> Iterator[Case]:
     for feature in ("full", "causal"):
         for shape in _SHAPES[device]:
             yield replace(shape, name=f"{shape.name} {feature}", feature=feature)
-    common: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "shrink": shrink}
+
+    def case(name: str, feature: str, form: str = "dense", batch: int = 3, **rest: bool) -> Case:
+        return Case(name, seqlen_q, seqlen_k, feature, form, batch, shrink=shrink, **rest)
+
     for feature in FEATURES:
-        yield Case(feature, feature=feature, backward=True, **common)
-    for form in list(_FORMS)[1:]:
-        for feature in _OF_FORMS:
-            backward = form == "packed"
-            name = f"{form} {feature}"
-            yield Case(name, feature=feature, form=form, batch=3, backward=backward, **common)
+        yield case(feature, feature, batch=2, backward=True)
+    for form, feature in itertools.product(list(_FORMS)[1:], _OF_FORMS):
+        yield case(f"{form} {feature}", feature, form, backward=form == "packed")
     for form in ("dense", "packed", "append-pages"):
-        backward = form != "append-pages"
-        own: dict[str, Any] = {"feature": "causal", "form": form, "batch": 3, "narrow": True}
-        yield Case(f"{form} narrow-v", backward=backward, **own, **common)
+        yield case(f"{form} narrow-v", "causal", form, backward="append" not in form, narrow=True)
     for form, feature in itertools.product(("dense", "packed"), ("causal", "everything")):
-        own = {"feature": feature, "form": form, "batch": 3, "backward": True, "dlse": True}
-        yield Case(f"{form} lse-gradient {feature}", **own, **common)
+        yield case(f"{form} lse-gradient {feature}", feature, form, backward=True, dlse=True)
     # A window turns rotary positions on, whatever its width.
-    one_sided: dict[str, Any] = {"feature": "window-left-0", "form": "append-pages", "batch": 3}
-    yield Case("append-pages window", **one_sided, **common)
-    yield Case("packed dropout", feature="dropout", form="packed", batch=3, backward=True, **common)
+    yield case("append-pages window", "window-left-0", "append-pages")
+    yield case("packed dropout", "dropout", "packed", backward=True)
 
 
 _SHAPES = {

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -204,11 +204,8 @@ def run_checks(checks: Sequence[Check], model: torch.nn.Module | None = None) ->
         traces = [Trace(model) if model is not None else None for _ in check.ways]
         runs = []
         for way, trace in zip(check.ways, traces, strict=True):
-            if trace is None:
+            with trace or nullcontext():
                 runs.append(way())
-            else:
-                with trace:
-                    runs.append(way())
         outcome = compare(check, *runs)
         first, second = traces
         if outcome.equal < outcome.requests and first is not None and second is not None:
