@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.build_info import build_info
+from flash_attn_deterministic.checks.kernels import instance_problem
 from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
+from flash_attn_deterministic.verify.contract.call import DTYPES as DTYPES
 from flash_attn_deterministic.verify.shared.bits import bits as bits
 from flash_attn_deterministic.verify.shared.bits import difference
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Of `device_override`: families and paths, which a call takes where they have a kernel for it.
 SCHEDULES = (
     *("family=sm80", "family=sm80,path=parts", "family=sm90,path=one_cta"),
@@ -68,8 +68,7 @@ def pairwise(**axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
 
 def is_built(head_dim: int, dtype: str, direction: str = "fwd") -> bool:
     """Returns whether the installed wheel holds a kernel; direction is "fwd" or "bwd"."""
-    wanted = (direction, dtype, build_info().kernel_head_dim(head_dim))
-    return any((i.direction, i.dtype, i.head_dim) == wanted for i in build_info().instances)
+    return not instance_problem(DTYPES[dtype], head_dim, direction)
 
 
 def skip_unless_built(head_dim: int, dtype: str, direction: str = "fwd") -> None:

@@ -54,14 +54,12 @@ def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
 
 def holds(device: str) -> Callable[[Config], bool]:
     """Returns a function: whether the installed wheel can run a config on a device."""
-    from ..build_info import build_info
-
-    info = build_info()
-    instances = {(i.dtype, i.head_dim) for i in info.instances if i.direction == "fwd"}
+    from ..checks.kernels import instance_problem
+    from .contract.call import DTYPES
 
     def held(config: Config) -> bool:
         head_dim, dtype = config
-        return device == "cpu" or (dtype, info.kernel_head_dim(head_dim)) in instances
+        return device == "cpu" or not instance_problem(DTYPES[dtype], head_dim, "fwd")
 
     return held
 

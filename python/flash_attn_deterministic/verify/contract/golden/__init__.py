@@ -40,8 +40,7 @@ def unavailable(size: Size) -> str:
 
 def known_entry(capability: str) -> record.Entry | None:
     """Returns what is known for the installed wheel on a compute capability."""
-    version = build_info().bits_version
-    return record.read(version).find(version, capability)
+    return record.read(build_info().bits_version).entries.get(capability)
 
 
 def compute_capability(device: str) -> str:

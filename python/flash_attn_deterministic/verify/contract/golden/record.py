@@ -81,10 +81,6 @@ class Golden:
     inputs: Mapping[str, str] = field(default_factory=dict)  # the hash of the inputs of each case
     entries: Mapping[str, Entry] = field(default_factory=dict)  # by compute capability, "9.0"
 
-    def find(self, bits_version: int, compute_capability: str) -> Entry | None:
-        """Returns the hashes for a wheel on a GPU, None if there are none."""
-        return self.entries.get(compute_capability) if bits_version == self.bits_version else None
-
     def problem(self, entry: Entry) -> str:
         """Says why hashes must not be taken; "" if they may."""
         if not entry.evidence:
