@@ -70,8 +70,9 @@ def picture(record: Mapping[str, Any]) -> str:
         textwrap.fill(one["title"], 15, break_long_words=False, break_on_hyphens=False)
         for one in attentions
     ]
-    note = "Equal bits in so many of the cases tried; a star: not all were, for want of time. Times: "
-    return fields(columns, rows, f"{note}medians over those of the first. {_where(record)}")
+    note = "Equal bits in so many of the cases tried; a star: not all were, for want of time. "
+    note += "Times: medians over those of the first column."
+    return fields(columns, rows, f"{note} {_where(record)}")
 
 
 def _times(record: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
