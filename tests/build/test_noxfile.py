@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import platform
 import re
@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from flash_attn_build.files import ROOT, sha256_of
+from flash_attn_build.files import ROOT, sha256_of, write_text
 from flash_attn_build.release.report import read_gpu_tests
 from stand_ins import program
 
@@ -37,13 +37,12 @@ class Skipped(Exception):
 class Session:
     """Stands in for nox's: notes commands, and ends where nox would."""
 
-    def __init__(self, *posargs: str) -> None:
+    python, virtualenv, log = "3.10", SimpleNamespace(location=Path("/environment")), print
+
+    def __init__(self, *posargs: str, said: str = "/packages/nvcc") -> None:
+        self.posargs, self.said = list(posargs), said  # by what is run
         self.commands: list[tuple[str, ...]] = []
-        self.environments: list[dict[str, str]] = []  # of what was run
-        self.posargs = list(posargs)
-        self.python = "3.10"
-        self.virtualenv = SimpleNamespace(location=Path("/environment"))
-        self.said = "/packages/nvcc"  # by what was run
+        self.options: dict[str, Any] = {}  # of the last one
 
     def error(self, message: str) -> None:
         raise Stopped(message)
@@ -51,50 +50,36 @@ class Session:
     def skip(self, message: str) -> None:
         raise Skipped(message)
 
-    def log(self, message: str) -> None:
-        print(message)
-
     def install(self, *arguments: str) -> None:
         self.commands.append(("install", *arguments))
 
     def run(self, *arguments: str, **options: Any) -> str:
         if arguments[2:4] == ("pip", "install"):
-            self.install(*arguments[4:])
-        else:
-            self.commands.append(arguments)
+            arguments = ("install", *arguments[4:])
+        self.commands.append(arguments)
         self.options = options
-        self.environments.append(options.get("env") or {})
         return f"{self.said}\n"
 
 
-@pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sessions", ROOT / "noxfile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
+@pytest.fixture
+def noxfile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("noxfile")
 
 
 @pytest.fixture
-def sessions(noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def sessions(
+    noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModuleType]:
     monkeypatch.setattr(noxfile, "ROOT", tmp_path)
-    return noxfile
+    handler = signal.getsignal(signal.SIGTERM)
+    yield noxfile
+    signal.signal(signal.SIGTERM, handler)
 
 
 def put(folder: Path, *names: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for age, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
+        write_text(folder / name, "")
         os.utime(folder / name, (age, age))
 
 
@@ -168,17 +153,15 @@ def test_compilers_are_those_that_the_build_is_asked_for(
 def test_torch_is_the_one_for_cpus_where_there_is_one(
     sessions: ModuleType, said: str, locks: list[str]
 ) -> None:
-    session = Session()
-    session.said = said
+    session = Session(said=said)
     sessions.install_wheel(session, Path("a.whl"))
     assert session.commands[-2:] == [
         ("install", "--no-deps", "a.whl"), ("python", "-m", "pip", "check")
     ]  # fmt: skip
     del session.commands[-2]
     assert installs(session) == ["torch_requires", *locks]
-    session.said = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
     with pytest.raises(Stopped, match="HASHES"):  # another torch is not taken in silence
-        sessions.install_torch(session)
+        sessions.install_torch(Session(said="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"))
 
 
 def test_newest_takes_what_pyproject_allows_instead_of_the_locks(
@@ -239,10 +222,10 @@ def test_a_new_system_runs_what_the_readme_says(
     noxfile.fresh(session, suite="sid", nvcc="machine")
     run = (".ci/fresh", "sid", ".ci/nox", "-s")
     assert session.commands == [(*run, "build"), (*run, "test")]
-    assert session.environments[0] == {"NVCC": "/cuda/bin/nvcc"}
+    assert session.options["env"] == {"NVCC": "/cuda/bin/nvcc"}
     session = Session("true")
     noxfile.fresh(session, suite="trixie", nvcc="packages")
-    assert (session.commands, session.environments) == ([(".ci/fresh", "trixie", "true")], [{}])
+    assert (session.commands, session.options["env"]) == ([(".ci/fresh", "trixie", "true")], {})
 
 
 def test_publish_runs_the_gate_and_gives_twine_its_options(
@@ -275,13 +258,12 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
     program = (
         "import pytest\ndef test_a(): pass\ndef test_b(): {}\ndef test_c(): pytest.skip('no')\n"
     )
-    (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    put(tmp_path / "tests", *[word[6:] for word in tests[0] if word.startswith("tests/unit")])
+    put(tmp_path, *[word for word in tests[0] if word.startswith("tests/unit")])
     for body, problems in (
         ("pass", []),
         ("raise ValueError", ["gpu-tests.xml: failed: 'tests.gpu"]),
     ):
-        (tmp_path / "tests" / "gpu" / "test_x.py").write_text(program.format(body))
+        write_text(tmp_path / "tests" / "gpu" / "test_x.py", program.format(body))
         run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *tests[0][1:]]
         subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
         results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"

@@ -235,6 +235,7 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
             f"{PACKAGE}\\evil.py", f"{PACKAGE}/ev\nil.py", "evil.pth", "/etc/evil.pth",
             "flash_attn_build/a.py", f"{PACKAGE}-{VERSION}.data/scripts/pip",
             f"{INFO}/licenses/evil.pth", f"{PACKAGE}/_D.so", f"{INFO}/sboms/other.cdx.json",
+            f"{PACKAGE}/.mypy_cache/evil.py",  # in the tree .gitignore would hide it
         )
     ),
     (f"{OTHER_TREE}{PACKAGE}/evil.py", {"a module more": adding(f"{PACKAGE}/evil.py")}),
