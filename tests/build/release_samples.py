@@ -274,6 +274,12 @@ def sections(**states: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def results(*states: str) -> str:
+    """What `gh` says of the attested results of a wheel."""
+    predicates = [{"predicate": {"result": state}} for state in states]
+    return json.dumps([{"verificationResult": {"statement": each}} for each in predicates])
+
+
 def wheel(folder: Path, files: Mapping[str, bytes] | None = None, arm: bool = False) -> Path:
     """Makes a wheel that passes every check of the gate, with more files if given."""
     binary, tag = fake_wheel.library(folder / "library"), fake_wheel.TAG

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,17 +9,14 @@ from pathlib import Path
 import pytest
 from flash_attn_build.errors import RefusedError, ToolchainError
 from flash_attn_build.release import attestations
+from release_samples import results
 
 NONE = 'echo "x No attestations found for subject sha256:0" >&2; exit 1'
 WHEEL = Path("a.whl")
 
 
-def answer(*results: str) -> str:
-    rows = [
-        {"verificationResult": {"statement": {"predicate": {"result": result}}}}
-        for result in results
-    ]
-    return f"echo '{json.dumps(rows)}'"
+def answer(*states: str) -> str:
+    return f"echo '{results(*states)}'"
 
 
 def test_what_is_asked_for(gh: Callable[[str], Path]) -> None:

@@ -8,7 +8,6 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_wheel
 import pytest
@@ -19,15 +18,25 @@ from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import write_json, write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
-from release_samples import TAG, Project
+from release_samples import TAG, Project, results
 from stand_ins import sha256, tree_of
 
-ROWS = [{"verificationResult": {"statement": {"predicate": {"result": "PASSED"}}}}]
-PASSED = f"""case "$*" in
-  *predicate-type*) echo '{json.dumps(ROWS)}';;
-  *--format*) echo '[{{"attestation": {{"bundle": {{"verificationMaterial": {{}}, "dsseEnvelope":
-    {{"payload": "eyJzdWJqZWN0IjogW119"}}}}}}}}]';;
-esac"""
+
+def passed(*names: str) -> str:
+    """A `gh` that says that all passed, and of each file that it was built together with others."""
+    payload = json.dumps({"subject": [{"name": name} for name in names]})
+    bundle = {
+        "verificationMaterial": {"certificate": {"rawBytes": "Y2VydA=="}, "tlogEntries": [{}]},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload.encode()).decode(),
+            "signatures": [{"sig": "c2ln"}],
+        },
+    }
+    return f"""case "$*" in
+      *predicate-type*) echo '{results("PASSED")}';;
+      "api repos/o/n/pages "*) echo https://pages.example/n/;;
+      *--format*) echo '{json.dumps([{"attestation": {"bundle": bundle}}])}';;
+    esac"""
 
 
 @pytest.fixture
@@ -126,7 +135,7 @@ def test_what_is_demanded_since_a_release_does_not_undo_it(
     releases: Path, tmp_path: Path, gh: Callable[[str], Path]
 ) -> None:
     """Neither another form of reports and manifests, nor other checks of wheels."""
-    gh(PASSED)
+    gh(passed())
     old = releases / "v0.0.1"
     old.mkdir()
     files = {**fake_wheel.contents(b"of other rules", version="0.0.1"), "notes.txt": b""}
@@ -156,7 +165,7 @@ def test_every_wheel_needs_its_attestations(
     expected: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    gh(PASSED)
+    gh(passed())
     assert write(releases, "--repository", "o/n") == 0
     shutil.rmtree(releases.parent / "index")
     calls = gh(program)
@@ -187,7 +196,7 @@ def test_files_come_from_all_releases(
       list) echo '{listed}';;
       download) mkdir -p "$5" && cp {releases}/{TAG}/* "$5";;
     esac
-    {PASSED}""")
+    {passed()}""")
     assert index.main(["--out", str(tmp_path / "index"), "--repository", "o/n"]) == 0
     listing, download, *asked = calls.read_text().splitlines()
     assert "release list --exclude-drafts" in listing
@@ -237,29 +246,12 @@ def test_torch_is_never_taken_from_the_index(releases: Path, tmp_path: Path, tor
     assert found == [f"{wheel}.metadata", *([] if fails else [wheel])]
 
 
-def bundle(*names: str) -> dict[str, Any]:
-    """What `gh attestation verify --format json` says of files that were attested together."""
-    payload = json.dumps({"subject": [{"name": name} for name in names]})
-    return {
-        "verificationMaterial": {"certificate": {"rawBytes": "Y2VydA=="}, "tlogEntries": [{}]},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(payload.encode()).decode(),
-            "signatures": [{"sig": "c2ln"}],
-        },
-    }
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
     releases: Path, tmp_path: Path, gh: Callable[[str], Path], alone: bool
 ) -> None:
     name = the_wheel(releases).name
-    said = [{"attestation": {"bundle": bundle(*([name] if alone else [name, "other"]))}}]
-    gh(f"""case "$*" in
-      *predicate-type*) echo '{json.dumps(ROWS)}';;
-      "api repos/o/n/pages "*) echo https://pages.example/n/;;
-      *--format*) echo '{json.dumps(said)}';;
-    esac""")
+    gh(passed(name) if alone else passed(name, "other"))
     assert write(releases, "--repository", "o/n") == 0
     made = tree_of(tmp_path / "index")
     (file,) = json.loads(made[f"{PROJECT}/index.json"])["files"]
