@@ -18,7 +18,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from elftools.elf.elffile import ELFFile
 from flash_attn_build.compile import manifest
-from flash_attn_build.wheel import check, cubins, sbom
+from flash_attn_build.wheel import check, cubins
 
 pytestmark = pytest.mark.build
 
@@ -47,19 +47,8 @@ def library(archive: zipfile.ZipFile) -> ELFFile:
 
 
 def test_passes_every_check_of_the_build(wheel: Path) -> None:
+    """Name, files, metadata, licences, bill, symbols: tests/build has what it refuses."""
     check.check(wheel)
-
-
-def test_name(wheel: Path) -> None:
-    expected = r"flash_attn_deterministic-[\w.+]+-py3-none-manylinux_2_28_x86_64\.whl"
-    assert re.fullmatch(expected, wheel.name)
-
-
-def test_holds_one_library_and_no_build_tool(archive: zipfile.ZipFile) -> None:
-    names = archive.namelist()
-    assert [name for name in names if ".so" in name] == ["flash_attn_deterministic/_C.so"]
-    assert not [name for name in names if "flash_attn_build" in name or "tests" in name]
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"flash_attn_deterministic"}
 
 
 @pytest.mark.parametrize(
@@ -77,44 +66,13 @@ def test_holds_the_licences_of_what_it_is_made_of(
     assert "Redistribution and use in source and binary forms" in text
 
 
-def test_holds_our_own_licence_and_notice(archive: zipfile.ZipFile) -> None:
-    for name in ("LICENSE", "NOTICE"):
-        (path,) = (n for n in archive.namelist() if n.endswith(f".dist-info/licenses/{name}"))
-        assert archive.read(path) == (ROOT / name).read_bytes()
-
-
-def test_metadata(archive: zipfile.ZipFile) -> None:
-    (path,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-    metadata = archive.read(path).decode()
-    assert "\nRequires-Python: >=3.10\n" in metadata
-    assert f"\nLicense-Expression: {' AND '.join(sbom.LICENCES)}\n" in metadata
-    requirements = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
-    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.10"]
-
-
 def test_bill_of_materials(archive: zipfile.ZipFile, info: Any) -> None:
     (path,) = (n for n in archive.namelist() if n.endswith(".cdx.json"))
     text = archive.read(path).decode()
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
-    bill = json.loads(text)
-    versions = {c["name"]: c["version"] for c in bill["components"]}
-    assert versions["flash-attn"] == info["upstream"]["version"]
+    versions = {c["name"]: c["version"] for c in json.loads(text)["components"]}
     toolkit = info["cuda_toolkit"].split(".")[0]
     assert versions["CUDA Runtime (static)"].split(".")[0] == toolkit
-    described = bill["metadata"]["component"]["components"][0]["hashes"][0]["content"]
-    assert described == hashlib.sha256(archive.read(check.LIBRARY)).hexdigest()
-    (record,) = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
-    assert f"{path},sha256=" in archive.read(record).decode()
-
-
-def test_every_file_bears_the_same_date(archive: zipfile.ZipFile) -> None:
-    assert len({item.date_time for item in archive.infolist()}) == 1
-
-
-def test_library_asks_torch_for_its_stable_c_functions_only(library: ELFFile) -> None:
-    unbound = check.unbound(library)
-    assert unbound
-    assert not [name for name in unbound if not name.startswith(("aoti_torch_", "torch_"))]
 
 
 def test_library_asks_for_no_glibc_above_its_tag(library: ELFFile) -> None:
@@ -129,7 +87,6 @@ def test_library_asks_for_no_glibc_above_its_tag(library: ELFFile) -> None:
 def test_gpu_code_is_what_the_wheel_says(library: ELFFile, info: Any) -> None:
     # Machine code of 90a is labelled with its number alone.
     stated = {name.replace("90a-", "90-") for name in info["architectures"]}
-    assert cubins.architectures(check.fatbin(library)) == stated
     # Each instance is a translation unit. Those of the Hopper family hold 90a, others all the rest.
     units = [{name for name, _ in held} for _, held in cubins.entries(check.fatbin(library))]
     hopper = [i for i in info["instances"] if i.get("family") == "sm90"]
