@@ -72,7 +72,8 @@ def picture(record: Mapping[str, Any]) -> str:
     ]
     note = "Equal bits in so many of the cases tried; a star: not all were, for want of time. "
     note += "Times: medians over those of the first column."
-    return fields(columns, rows, f"{note} {_where(record)}")
+    width = 30 + 18 * len(columns)
+    return fields(columns, rows, textwrap.fill(f"{note} {_where(record)}", width))
 
 
 def _times(record: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
