@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.numbers import as_flag, as_int
 from ..checks.ops import validate
+from ..checks.tensors import PACKED
 from ..errors import ArgumentError, UnsupportedError
 from ..interface.call import WithProbs, as_sink, has_backward, padded, resolve_options, with_ints
 from ..schemas import forward_call
-from ..types import Deterministic, Lengths, Options
+from ..types import Deterministic, Lengths
 from . import ops
 from .calls import of_kv, of_qkv, of_varlen_qkv, reported
 from .dtensor import with_dtensors
@@ -23,9 +24,6 @@ from .layout import CONTIGUOUS, check_order
 from .ops import CallSpec
 from .plan import plan_of
 from .ranks import Ranks, find_group
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_MOST = 4096  # calls that are remembered as valid
 
 
 class Where(NamedTuple):
@@ -49,18 +47,9 @@ def _attend(
     return_attn_probs: Any,
     where: Where,
 ) -> torch.Tensor | WithProbs:
-    """Checks a call and runs it.
+    """Checks a call and runs it; lengths are those of packed sequences.
 
-    Args:
-        q: the argument; k and v too.
-        k: see q.
-        v: see q.
-        lengths: of packed sequences; None: dense.
-        options: arguments of `resolve_options` after head_dim.
-        alibi_slopes: has to be None.
-        learnable_sink: the argument.
-        return_attn_probs: the argument.
-        where: the arguments.
+    `options` are the arguments of `resolve_options` after head_dim.
     """
     ranks = Ranks.of(find_group(where.group, where.mesh))
     sink = None if learnable_sink is None else as_sink(learnable_sink)
@@ -89,7 +78,7 @@ def _resolve(
     """Checks a call; see `flash_attn_func` for the errors."""
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
-    _check((q, k, v), lengths, found, sink)
+    validate(*forward_call((q, k, v), lengths, found, None, learnable_sink=sink))
     ranks.check(q.device)
     if found.dropout_p > 0:
         raise UnsupportedError(
@@ -136,28 +125,6 @@ def _resolve(
         sink is not None,
         *found[1:8],
     )
-
-
-_valid: set[tuple[Any, ...]] = set()
-
-
-def _check(
-    inputs: tuple[Any, Any, Any], lengths: Lengths | None, options: Options, sink: Any
-) -> None:
-    """Validates a call before any message, unless one with such tensors and numbers has been."""
-    tensors = inputs if lengths is None else (*inputs, *lengths[:2])
-    key = None
-    if sink is not None:
-        pass
-    elif not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors):
-        key = *((x.shape, x.dtype, x.device, x.layout) for x in tensors), options
-        if key in _valid:
-            return
-    validate(*forward_call(inputs, lengths, options, None, learnable_sink=sink))
-    if key is not None:
-        if len(_valid) >= _MOST:
-            _valid.clear()
-        _valid.add(key)
 
 
 @reported
@@ -251,8 +218,8 @@ def flash_attn_func(
     return _attend(q, k, v, None, options, *others, where)
 
 
-flash_attn_qkvpacked_func = of_qkv(flash_attn_func, "(batch, seqlen, 3, nheads, head_dim)")
-flash_attn_kvpacked_func = of_kv(flash_attn_func, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+flash_attn_qkvpacked_func = of_qkv(flash_attn_func, PACKED[3, False])
+flash_attn_kvpacked_func = of_kv(flash_attn_func, PACKED[2, False])
 
 
 @reported
@@ -330,10 +297,8 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, lengths, options, *others, where)
 
 
-flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func)
-flash_attn_varlen_kvpacked_func = of_kv(
-    flash_attn_varlen_func, "(total tokens, 2, nheads_k, head_dim)"
-)
+flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func, PACKED[3, True])
+flash_attn_varlen_kvpacked_func = of_kv(flash_attn_varlen_func, PACKED[2, True])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..checks.describe import shown
 from ..checks.numbers import as_flag, as_int
-from ..checks.tensors import VARLEN, check_cu_seqlens, check_rank
+from ..checks.tensors import PACKED, VARLEN, check_cu_seqlens, check_rank
 from ..checks.values import check_starts
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interface.call import WithProbs
@@ -32,8 +32,6 @@ _dense: Any = flash_attn_func
 _packed: Any = flash_attn_varlen_func
 Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
 Window = tuple[int, int]
-_TOTAL_QKV = "(total tokens, 3, nheads, head_dim)"
-_TOTAL_KV = "(total tokens, 2, nheads_k, head_dim)"
 
 
 def _remember(own: torch.Tensor, whole: torch.Tensor) -> None:
@@ -210,8 +208,8 @@ def _joined(
     return torch.tensor(found, dtype=torch.int32, device=q.device)
 
 
-llama3_flash_attn_varlen_qkvpacked_func = of_qkv(llama3_flash_attn_varlen_func, _TOTAL_QKV)
-llama3_flash_attn_varlen_kvpacked_func = of_kv(llama3_flash_attn_varlen_func, _TOTAL_KV)
+llama3_flash_attn_varlen_qkvpacked_func = of_qkv(llama3_flash_attn_varlen_func, PACKED[3, True])
+llama3_flash_attn_varlen_kvpacked_func = of_kv(llama3_flash_attn_varlen_func, PACKED[2, True])
 
 
 def zigzag_ring_flash_attn_func(
@@ -237,12 +235,8 @@ def zigzag_ring_flash_attn_func(
     return out
 
 
-zigzag_ring_flash_attn_qkvpacked_func = of_qkv(
-    zigzag_ring_flash_attn_func, "(batch, seqlen, 3, nheads, head_dim)"
-)
-zigzag_ring_flash_attn_kvpacked_func = of_kv(
-    zigzag_ring_flash_attn_func, "(batch, seqlen, 2, nheads_k, head_dim)"
-)
+zigzag_ring_flash_attn_qkvpacked_func = of_qkv(zigzag_ring_flash_attn_func, PACKED[3, False])
+zigzag_ring_flash_attn_kvpacked_func = of_kv(zigzag_ring_flash_attn_func, PACKED[2, False])
 
 
 @reported
@@ -288,6 +282,8 @@ def zigzag_ring_flash_attn_varlen_func(
 
 
 zigzag_ring_flash_attn_varlen_qkvpacked_func = of_qkv(
-    zigzag_ring_flash_attn_varlen_func, _TOTAL_QKV
+    zigzag_ring_flash_attn_varlen_func, PACKED[3, True]
 )
-zigzag_ring_flash_attn_varlen_kvpacked_func = of_kv(zigzag_ring_flash_attn_varlen_func, _TOTAL_KV)
+zigzag_ring_flash_attn_varlen_kvpacked_func = of_kv(
+    zigzag_ring_flash_attn_varlen_func, PACKED[2, True]
+)
