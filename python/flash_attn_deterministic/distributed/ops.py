@@ -11,7 +11,7 @@ import json
 import math
 import os
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -64,11 +64,8 @@ class CallSpec(NamedTuple):
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
 # ranks' tokens; then a CallSpec.
-_CALL = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str order, int ulysses_degree, "
-    "int heads_k, bool backward, bool has_sink, float softmax_scale, int window_left, "
-    "int window_right, float softcap, int split_size, bool deterministic, bool deterministic_bwd"
-)
+_NUMBERS = ", ".join(f"{one.__name__} {name}" for name, one in get_type_hints(CallSpec).items())
+_CALL = f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {_NUMBERS}"
 _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL}) "
     "-> (Tensor out, Tensor softmax_lse)",
@@ -315,9 +312,8 @@ def _values(cu_seqlens: torch.Tensor) -> Starts:
 
 def _fake_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> Outputs:
     *tokens, nheads, _ = q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     shape = (nheads, tokens[0]) if len(tokens) == 1 else (tokens[0], nheads, tokens[1])
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=dtype)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
 
 
 def _fake_bwd(

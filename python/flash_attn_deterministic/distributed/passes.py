@@ -136,13 +136,13 @@ def forward(
         learnable_sink: (nheads,), float32; each row sees it once, with all its keys.
 
     Returns:
-        out like q, and softmax_lse (nheads, tokens of q) in the computing dtype; 0 and +inf in rows
-        of no sequence.
+        out like q, and softmax_lse (nheads, tokens of q); 0 and +inf in rows of no
+        sequence.
     """
     part = plan.forward
     steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
     out = q.new_zeros(q.shape)
-    lse = q.new_full((*q.shape[:2], 1), math.inf, dtype=_of_sums(q))
+    lse = q.new_full((*q.shape[:2], 1), math.inf, dtype=torch.float32)
     targets = out, lse
     # While the first keys come, sequences that need none.
     for call in plan.local:
@@ -247,7 +247,7 @@ class _Sums:
         sent, received = ([2 * one for one in side] for side in plan.counts)  # dk and dv
         self._begins = [0, *itertools.accumulate(received)]
         shape = self._begins[-1], step.size, k.shape[2]
-        self._arrived = k.new_empty(shape, dtype=_of_sums(k))
+        self._arrived = k.new_empty(shape, dtype=torch.float32)
         data = [found[run][side][keys] for run, keys in plan.sent for side in (0, 1)]
         message = torch.cat([self._arrived[:0], *data])
         self._pending = ranks.all_to_all(message, self._arrived, sent, received, "sums")
@@ -345,10 +345,6 @@ def _sent(
 def _finish(going: Iterable[Callable[[], None]]) -> None:
     for end in going:
         end()
-
-
-def _of_sums(like: torch.Tensor) -> torch.dtype:
-    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def _added(left: KeySums, right: KeySums) -> KeySums:

@@ -426,7 +426,9 @@ class _Planner:
         first, last = self._ends(sequence)
         is_whole = (begin == first) & (end == last)
         order = ((2 * team + ~is_whole) * self._total + begin).argsort()
-        levels, is_whole = levels[order], is_whole[order]
+        # A run that is a whole sequence is computed, and rounded, as one.
+        is_whole = is_whole[order]
+        levels = torch.where(is_whole, -1, levels[order])
         team, sequence, begin, end = (one[order] for one in (team, sequence, begin, end))
         rows = Layout(team, sequence, begin, end, _stored(team, end - begin))
         keys = self._keys(rows, is_whole)

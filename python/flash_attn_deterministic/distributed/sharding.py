@@ -49,21 +49,24 @@ def shard(
     """
     ranks = Ranks.of(find_group(group, mesh))
     dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
-    tokens, rows = tensor.shape[dim], 0
-    if starts is not None:
-        missing = -tokens % ranks.size
-        if order == ZIGZAG:
-            if starts[-1:] != (tokens,):
-                raise ArgumentError(
-                    f"cu_seqlens: expected {tokens} tokens with order='zigzag', as in the tensor, "
-                    f"got {starts[-1] if starts else 'none'}"
-                )
-            rows = int(zigzag_rows(torch.tensor(starts).diff(), ranks.size).sum()) * ranks.size
-            missing = int(rows > tokens)
-        if missing:
-            shape = *tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]
-            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    index = _order(rows or tensor.shape[dim], ranks, order, starts)[ranks.rank]
+    tokens = tensor.shape[dim]
+    each = -(-tokens // ranks.size)
+    if starts is None and tokens % ranks.size:
+        raise ArgumentError(
+            f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got "
+            f"{tokens}; pass cu_seqlens, and call flash_attn_varlen_func"
+        )
+    if starts is not None and order == ZIGZAG:
+        if starts[-1:] != (tokens,):
+            raise ArgumentError(
+                f"cu_seqlens: expected {tokens} tokens with order='zigzag', as in the tensor, "
+                f"got {starts[-1] if starts else 'none'}"
+            )
+        each = int(zigzag_rows(torch.tensor(starts).diff(), ranks.size).sum())
+    index = _order(each, ranks, order, starts)[ranks.rank].clamp(max=tokens)
+    if bool((index == tokens).any()):
+        zeros = tensor.new_zeros((*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]))
+        tensor = torch.cat([tensor, zeros], dim)
     return tensor.index_select(dim, index.to(tensor.device))
 
 
@@ -109,7 +112,7 @@ def unshard(
         ranks.all_to_all(data, arrived, sizes, sizes, "parts of a tensor").wait()
         parts = arrived.view(part.dtype).view(ranks.size, *part.shape)
     whole = torch.cat(list(parts), dim)
-    index = torch.cat(_order(whole.shape[dim], ranks, order, starts)).argsort()
+    index = torch.cat(_order(part.shape[dim], ranks, order, starts)).argsort()
     if starts is not None and order == ZIGZAG:
         index = index[: starts[-1]]
     return whole.index_select(dim, index.to(whole.device))
@@ -136,18 +139,11 @@ def _starts(cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def _order(
-    tokens: int, ranks: Ranks, order: str, starts: tuple[int, ...] | None
+    each: int, ranks: Ranks, order: str, starts: tuple[int, ...] | None
 ) -> list[torch.Tensor]:
-    """Returns, for each rank, the indices of its tokens."""
-    if tokens % ranks.size:
-        raise ArgumentError(
-            f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got "
-            f"{tokens}; pass cu_seqlens, and call flash_attn_varlen_func"
-        )
-    each = tokens // ranks.size
-    if starts is None:
-        layout = layout_of((0, tokens), each, ranks.size, order, "q", dense=True)
-    else:
-        layout = layout_of(starts, each, ranks.size, order, "cu_seqlens")
-    none = starts[-1] if starts and order == ZIGZAG else None
+    """Returns, for each rank, the indices of its `each` tokens."""
+    whole = (0, each * ranks.size) if starts is None else starts
+    name = "q" if starts is None else "cu_seqlens"
+    layout = layout_of(whole, each, ranks.size, order, name, dense=starts is None)
+    none = whole[-1] if order == ZIGZAG else None
     return [tokens_of(layout, rank, each, none) for rank in range(ranks.size)]
