@@ -9,12 +9,6 @@ from flash_attn_build.errors import SettingError
 from flash_attn_build.files import write_text
 
 
-def system(root: Path, contents: dict[str, str]) -> Path:
-    for name, text in contents.items():
-        write_text(root / name, text)
-    return root
-
-
 def memory(gib: float) -> dict[str, str]:
     text = f"MemTotal: 99999999 kB\nMemAvailable: {int(gib * (1 << 20))} kB\n"
     return {"proc/meminfo": text}
@@ -31,23 +25,6 @@ def test_max_jobs_must_be_a_positive_whole_number(given: str) -> None:
         jobs.count({"MAX_JOBS": given})
 
 
-@pytest.mark.parametrize(
-    ("given", "gib", "expected"),
-    [
-        pytest.param("64", 1, 64, id="MAX_JOBS alone decides"),
-        pytest.param("", 1000, 16, id="cores decide"),
-        pytest.param("", 5 * jobs.UNIT_BYTES / jobs.GIB + 0.1, 5, id="memory decides"),
-        pytest.param("", 0.1, 1, id="never none"),
-        pytest.param("", None, 16, id="memory unknown"),
-    ],
-)
-def test_cores_and_available_memory_decide(
-    tmp_path: Path, given: str, gib: float | None, expected: int
-) -> None:
-    root = system(tmp_path, {} if gib is None else memory(gib))
-    assert jobs.count({"MAX_JOBS": given}, root) == expected
-
-
 BOX = {
     "proc/self/cgroup": "0::/box/inner\n",
     "sys/fs/cgroup/box/memory.max": str(22 * jobs.GIB),
@@ -59,15 +36,27 @@ BOX = {
 
 
 @pytest.mark.parametrize(
-    ("contents", "expected"),
+    ("given", "contents", "expected"),
     [
-        (BOX, 3),  # 22 - 4 + 1 GiB
-        (BOX | {"sys/fs/cgroup/box/cpu.max": "250000 100000"}, 2),
-        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, 16),
+        pytest.param("64", memory(1), 64, id="MAX_JOBS alone decides"),
+        pytest.param("", memory(1000), 16, id="cores decide"),
+        pytest.param("", memory(5 * jobs.UNIT_BYTES / jobs.GIB + 0.1), 5, id="memory decides"),
+        pytest.param("", memory(0.1), 1, id="never none"),
+        pytest.param("", {}, 16, id="memory unknown"),
+        pytest.param("", memory(100) | BOX, 3, id="a container's memory"),  # 22 - 4 + 1 GiB
+        pytest.param(
+            "", memory(100) | BOX | {"sys/fs/cgroup/box/cpu.max": "250000 100000"}, 2,
+            id="a container's cores",
+        ),
+        pytest.param(
+            "", {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, 16,
+            id="a container without limits",
+        ),
     ],
-    ids=["memory but for its cache", "cores", "no limit"],
-)
-def test_the_limits_of_a_container_count(
-    tmp_path: Path, contents: dict[str, str], expected: int
+)  # fmt: skip
+def test_cores_and_available_memory_decide(
+    tmp_path: Path, given: str, contents: dict[str, str], expected: int
 ) -> None:
-    assert jobs.count({}, system(tmp_path, memory(100) | contents)) == expected
+    for name, text in contents.items():
+        write_text(tmp_path / name, text)
+    assert jobs.count({"MAX_JOBS": given}, tmp_path) == expected
