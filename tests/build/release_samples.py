@@ -41,10 +41,7 @@ OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of anot
 # The real one, but for the toolkit: that of the samples.
 CUDA = str(fake_wheel.INFO["cuda_toolkit"])
 POLICY = replace(policies.POLICY, wheels={"x86_64": CUDA}, toolkits={CUDA: ("70" * 32,)})
-MODULES = (
-    "tests.gpu.decode.test_steps",
-    "tests.gpu.test_calls",
-)  # of tests/gpu, as one GPU runs them
+MODULES = ("tests.gpu.decode.test_steps", "tests.gpu.test_calls")  # as one GPU runs them
 BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")  # in reports
 # What the library of the samples is said to be compiled from.
 _PIN = {
@@ -204,32 +201,19 @@ def describe(wheel: Path) -> None:
 def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
     """Writes a report as a full run on a GPU of compute capability 9.0 leaves it."""
     text = json.loads(manifest.path_of(wheel).read_text())
-    upstream = text["upstream"]
+    upstream, gpu = text["upstream"], {"gpu": "NVIDIA H200"}
     content: dict[str, Any] = {
-        "schema_version": 2,
-        "complete": True,
-        "quick": False,
-        "source_tree": False,
-        "device": "cuda",
-        "status": "passed",
-        "started": "2026-01-01T00:00:00Z",
-        "seconds": 200.0,
+        "schema_version": 2, "complete": True, "quick": False, "source_tree": False,
+        "device": "cuda", "status": "passed", "started": "2026-01-01T00:00:00Z", "seconds": 200.0,
         "wheel": {"filename": wheel.name, "sha256": text["wheel"]["sha256"]},
         "installed": {
-            "version": fake_wheel.VERSION,
-            "files": 9,
-            "matches_wheel": True,
-            "problems": [],
+            "version": fake_wheel.VERSION, "files": 9, "matches_wheel": True, "problems": []
         },
-        "environment": {"gpu": "NVIDIA H200", "compute_capability": "9.0"},
+        "environment": {**gpu, "compute_capability": "9.0"},
         "provenance": {
-            "date": "2026-01-01",
-            "command": "verify",
-            "hardware": {"gpu": "NVIDIA H200"},
+            "date": "2026-01-01", "command": "verify", "hardware": gpu, "wheel": None,
             "versions": {"torch": "2.13.0"},
-            "wheel": None,
-            "sources": text["sources"],
-            "bits_version": text["bits_version"],
+            "sources": text["sources"], "bits_version": text["bits_version"],
         },
         "pins": {
             "upstream": {key: upstream[key] for key in ("name", "version", "sha256")},
@@ -239,7 +223,7 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
         "architectures": {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]},
         "sections": sections(),
         **changes,
-    }
+    }  # fmt: skip
     content["digest"] = digest(content)
     files.write_json(path, content)
     write_gpu_tests(path.with_name("gpu-tests.xml"), content["wheel"]["sha256"])
@@ -247,13 +231,13 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
 
 def write_gpu_tests(path: Path, sha256: str, states: Mapping[str, str] | None = None) -> None:
     """Writes results as pytest does; `states`: "failure", "error" or "skipped" by module."""
-    given = states or {}
+    found = {**dict.fromkeys(MODULES, ""), **(states or {})}
     cases = [
         f'<testcase classname="{name}" name="test_a">{f"<{state} />" if state else ""}</testcase>'
-        for name, state in {**dict.fromkeys(MODULES, ""), **given}.items()
+        for name, state in found.items()
     ]
-    failed = [*given.values()].count("failure"), [*given.values()].count("error")
-    suite = f'name="sha256:{sha256}" errors="{failed[1]}" failures="{failed[0]}"'
+    failures, errors = ([*found.values()].count(state) for state in ("failure", "error"))
+    suite = f'name="sha256:{sha256}" errors="{errors}" failures="{failures}"'
     text = f"<testsuites><testsuite {suite}>{''.join(cases)}</testsuite></testsuites>"
     files.write_text(path, text)
 
