@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from flash_attn_deterministic import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_deterministic.errors import UnsupportedError
 from flash_attn_deterministic.verify.contract import (
     CHECKS,
@@ -30,6 +26,8 @@ from flash_attn_deterministic.verify.contract import (
 )
 from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
 from flash_attn_deterministic.verify.features import OF_CONTRACT
+
+from tests.planted_faults import Gradient, asked, forgetful, out
 
 ROOT = Path(__file__).parents[3]
 BY_ID = {check.id: check for check in CHECKS}
@@ -123,191 +121,105 @@ def test_the_package_keeps_its_promise(check: Check, small: Size) -> None:
 # --- Planted faults -----------------------------------------------------------------------------
 
 
-def lowest_bit(out: Any) -> Any:
-    """Changes the lowest bit of one number of out; keeps the rest and the graph for gradients."""
-    first = out[0] if isinstance(out, tuple) else out
-    changed = first.clone()
+def lowest_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """Changes the lowest bit of one number; keeps the graph for gradients."""
+    changed = tensor.clone()
     with torch.no_grad():
         bits = changed.detach().view(torch.int16).flatten()
         bits[-1] ^= 1
-    return (changed, *out[1:]) if isinstance(out, tuple) else changed
+    return changed
 
 
-class Counting:
-    """Every third call differs in one bit."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        out = flash_attn_func(*args, **kwargs)
-        return lowest_bit(out) if self.calls % 3 == 0 else out
+def every(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Changes a bit of one tensor in so many, as additions in any order would."""
+    calls = itertools.count(1)
+    return lambda tensor: tensor if next(calls) % count else lowest_bit(tensor)
 
 
-def by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """No splits for large batches."""
-    if q.shape[0] > 2:
-        kwargs["split_size"] = 0
-    return flash_attn_func(q, *args, **kwargs)
+def splits(
+    change: Callable[[int], int], name: str, where: Callable[[dict[str, Any]], bool] = bool
+) -> Attention:
+    """One of the functions takes another split size, in some calls."""
+    return asked(lambda a: {"split_size": change(a["split_size"])} if where(a) else None, name)
 
 
-def by_queries(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """No splits for a call with many queries, as a schedule by occupancy would have it."""
-    if q.shape[1] > 100:
-        kwargs["split_size"] = 0
-    return flash_attn_func(q, *args, **kwargs)
+def none(split_size: int) -> int:
+    return 0
 
 
-def by_heads(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Splits by the number of heads."""
-    if k.shape[2] > 3:
-        kwargs["split_size"] = 0
-    return flash_attn_func(q, k, *args, **kwargs)
+def late(split_size: int) -> int:
+    """Every boundary a block too late."""
+    return split_size + 64 if split_size else 0
 
 
-def late_boundary(*args: Any, **kwargs: Any) -> Any:
-    """Every split boundary a block too late."""
-    split = kwargs.get("split_size")
-    return flash_attn_func(*args, **{**kwargs, "split_size": split + 64 if split else split})
+def gradients(
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    where: Callable[[dict[str, Any]], bool] = bool,
+    function: str = "dense",
+) -> Attention:
+    """The gradient of a tensor is changed in some calls that have one."""
+
+    def changed(a: dict[str, Any]) -> dict[str, Any]:
+        if a[name] is None or not where(a):
+            return {}
+        return {name: Gradient.apply(a[name], change)}  # type: ignore[no-untyped-call]
+
+    return asked(changed, function)
 
 
-def without_splits(*args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(*args, **{**kwargs, "split_size": 0})
-
-
-def late_kvcache(*args: Any, **kwargs: Any) -> Any:
-    """The cache's split boundaries a block too late."""
-    return flash_attn_with_kvcache(*args, **{**kwargs, "split_size": kwargs["split_size"] + 64})
-
-
-def forgetful_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Does not write the new tokens into the cache."""
-    return flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), *args, **kwargs)
-
-
-def kvcache_by_room(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Splits by the room in the cache, not by what is in it."""
-    if k_cache.shape[1] > 300:
-        kwargs["split_size"] = 0
-    return flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
-
-
-def kvcache_by_page(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """One page size has a tree of its own."""
-    if kwargs.get("block_table") is not None and k_cache.shape[1] == 48:
-        kwargs["split_size"] = 0
-    return flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
-
-
-def late_varlen(*args: Any, **kwargs: Any) -> Any:
-    return flash_attn_varlen_func(*args, **{**kwargs, "split_size": kwargs["split_size"] + 64})
-
-
-class Drift(torch.autograd.Function):
-    """Returns its argument; changes a bit of the gradient, as additions in any order would."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        Drift.calls += 1
-        return lowest_bit(gradient) if Drift.calls % 2 == 0 else gradient
-
-
-def drift(tensor: torch.Tensor) -> torch.Tensor:
-    changing: torch.Tensor = Drift.apply(tensor)  # type: ignore[no-untyped-call]
-    return changing
-
-
-def atomics_in_dq(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(drift(q), *args, **kwargs)
-
-
-class ByShape(torch.autograd.Function):
-    """The gradient changes with the number of sequences, or of heads."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, changed: bool) -> torch.Tensor:
-        ctx.changed = changed
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (lowest_bit(gradient) if ctx.changed else gradient), None
-
-
-def gradients_by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(ByShape.apply(q, q.shape[0] > 1), *args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def gradients_by_heads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(ByShape.apply(q, q.shape[2] > 4), *args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def with_sinks(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Dense:
-    """Changes the gradient of sinks, of q and them."""
-
-    def dense(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("learnable_sink") is not None:
-            kwargs["learnable_sink"] = change(q, kwargs["learnable_sink"])
-        return flash_attn_func(q, *args, **kwargs)
-
-    return dense
-
-
-atomics_in_dsink = with_sinks(lambda q, sinks: drift(sinks))
-dsink_by_batch = with_sinks(lambda q, sinks: ByShape.apply(sinks, q.shape[0] > 1))  # type: ignore[no-untyped-call]
-
-
-def packed_gradients_off(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    Drift.calls = 1
-    return flash_attn_varlen_func(drift(q), *args, **kwargs)
-
-
-def seedless(*args: Any, **kwargs: Any) -> Any:
+def seedless(a: dict[str, Any]) -> None:
     """Dropout whose mask does not follow the seed."""
     torch.seed()
-    return flash_attn_func(*args, **kwargs)
 
 
-def always_the_same_mask(*args: Any, **kwargs: Any) -> Any:
+def always_the_same_mask(a: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    return flash_attn_func(*args, **kwargs)
 
 
+def many_sequences(a: dict[str, Any]) -> bool:
+    return bool(a["q"].shape[0] > 1)
+
+
+BY_BATCH = splits(none, "dense", lambda a: a["q"].shape[0] > 2)
+# As a schedule by occupancy would have it.
+BY_QUERIES = splits(none, "dense", lambda a: a["q"].shape[1] > 100)
 FAULTS = [
-    ("run-to-run", "other-bits-sometimes", lambda: broken(Counting())),
-    ("batch", "splits-by-batch", lambda: broken(by_batch)),
-    ("chunk", "splits-by-queries", lambda: broken(by_queries)),
-    ("decode", "splits-by-queries", lambda: broken(by_queries)),
-    ("decode", "cache-boundary-off-by-a-block", lambda: broken(kvcache=late_kvcache)),
-    ("decode", "cache-not-written", lambda: broken(kvcache=forgetful_kvcache)),
-    ("capacity", "splits-by-room", lambda: broken(kvcache=kvcache_by_room)),
-    ("paged", "splits-by-page-size", lambda: broken(kvcache=kvcache_by_page)),
-    ("paged", "packed-boundary-off-by-a-block", lambda: broken(varlen=late_varlen)),
-    ("varlen", "boundary-off-by-a-block", lambda: broken(varlen=late_varlen)),
-    ("heads", "splits-by-heads", lambda: broken(by_heads)),
-    ("split-size", "boundary-off-by-a-block", lambda: broken(late_boundary)),
-    ("split-size", "no-splits", lambda: broken(without_splits)),
-    ("backward", "atomics-in-dq", lambda: broken(atomics_in_dq)),
-    ("backward", "dq-by-batch", lambda: broken(gradients_by_batch)),
-    ("backward", "dq-by-heads", lambda: broken(gradients_by_heads)),
-    ("backward", "atomics-in-dsink", lambda: broken(atomics_in_dsink)),
-    ("backward", "dsink-by-batch", lambda: broken(dsink_by_batch)),
-    ("backward", "packed-differs", lambda: broken(varlen=packed_gradients_off)),
-    ("dropout", "seed-without-effect", lambda: broken(seedless)),
-    ("dropout", "mask-that-never-changes", lambda: broken(always_the_same_mask)),
+    ("run-to-run", "other-bits-sometimes", lambda: out(every(3))),
+    ("batch", "splits-by-batch", lambda: BY_BATCH),
+    ("chunk", "splits-by-queries", lambda: BY_QUERIES),
+    ("decode", "splits-by-queries", lambda: BY_QUERIES),
+    ("decode", "cache-boundary-off-by-a-block", lambda: splits(late, "kvcache")),
+    ("decode", "cache-not-written", lambda: asked(forgetful, "kvcache")),
+    (
+        "capacity",
+        "splits-by-room",
+        lambda: splits(none, "kvcache", lambda a: a["k_cache"].shape[1] > 300),
+    ),
+    (
+        "paged",
+        "splits-by-page-size",
+        lambda: splits(
+            none, "kvcache", lambda a: a["block_table"] is not None and a["k_cache"].shape[1] == 48
+        ),
+    ),
+    ("paged", "packed-boundary-off-by-a-block", lambda: splits(late, "varlen")),
+    ("varlen", "boundary-off-by-a-block", lambda: splits(late, "varlen")),
+    ("heads", "splits-by-heads", lambda: splits(none, "dense", lambda a: a["k"].shape[2] > 3)),
+    ("split-size", "boundary-off-by-a-block", lambda: splits(late, "dense")),
+    ("split-size", "no-splits", lambda: splits(none, "dense")),
+    ("backward", "atomics-in-dq", lambda: gradients("q", every(2))),
+    ("backward", "dq-by-batch", lambda: gradients("q", lowest_bit, many_sequences)),
+    (
+        "backward",
+        "dq-by-heads",
+        lambda: gradients("q", lowest_bit, lambda a: a["q"].shape[2] > 4),
+    ),
+    ("backward", "atomics-in-dsink", lambda: gradients("learnable_sink", every(2))),
+    ("backward", "dsink-by-batch", lambda: gradients("learnable_sink", lowest_bit, many_sequences)),
+    ("backward", "packed-differs", lambda: gradients("q", lowest_bit, function="varlen")),
+    ("dropout", "seed-without-effect", lambda: asked(seedless, "dense")),
+    ("dropout", "mask-that-never-changes", lambda: asked(always_the_same_mask, "dense")),
 ]
 
 
@@ -333,7 +245,7 @@ def test_every_check_has_a_planted_fault() -> None:
 
 
 def test_a_counter_example_says_it_in_full(small: Size) -> None:
-    found = run_check(BY_ID["batch"], small, broken(by_batch)).counter_example
+    found = run_check(BY_ID["batch"], small, BY_BATCH).counter_example
     assert found is not None
     assert found["what"].startswith("place ")
     assert found["index"] is not None
@@ -367,23 +279,11 @@ def test_what_is_not_there_at_all_is_asked_for_once(small: Size) -> None:
     assert outcome.failed == outcome.cases == 1
 
 
-def not_a_number(value: float) -> Dense:
-    """Every result is the same NaN or infinity; the graph for gradients is kept."""
-
-    def dense(*args: Any, **kwargs: Any) -> Any:
-        out = flash_attn_func(*args, **kwargs)
-        if isinstance(out, tuple):
-            return (out[0] * value, *out[1:])
-        return out * value
-
-    return dense
-
-
 @pytest.mark.parametrize("row", ["run-to-run", "batch", "chunk", "heads", "backward"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_equal_bits_of_what_is_no_number(row: str, value: float, small: Size) -> None:
     """The checks compare bits, and those of two NaN are equal."""
-    outcome = run_check(BY_ID[row], small, broken(not_a_number(value)))
+    outcome = run_check(BY_ID[row], small, out(lambda tensor: tensor * value))
     assert outcome.failed == outcome.cases > 0
     assert outcome.counter_example is not None
     assert "NaN or infinite" in outcome.counter_example["what"]
@@ -441,7 +341,7 @@ def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
     ("path", "dense", "failed", "words"),
     [
         pytest.param(by_rows, flash_attn_func, 0, "", id="agree"),
-        pytest.param(by_rows, by_batch, 1, "against the same alone", id="differ"),
+        pytest.param(by_rows, BY_BATCH.dense, 1, "against the same alone", id="differ"),
         pytest.param(
             lambda *args, **kwargs: "one-cta",
             flash_attn_func,
