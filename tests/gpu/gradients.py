@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic import flash_attn_varlen_func
 from flash_attn_deterministic.reference.dropout import keep_mask
+from flash_attn_deterministic.verify.contract.call import Attention, Call
 from flash_attn_deterministic.verify.features import FEATURES as ALL
 from flash_attn_deterministic.verify.features import options_of
 
@@ -26,18 +26,12 @@ ALL_FEATURES = [*FEATURES, *DROPOUT_FEATURES]
 
 
 @dataclass(frozen=True)
-class GradientCall:
-    """A forward and its backward: dout is like q, slopes are (batch, nheads).
+class GradientCall(Call):
+    """A call of the contract's kind whose results are dq, dk and dv.
 
-    A call with dropout draws its mask from `seed`, so that it has the same one each time.
+    With dropout its mask is drawn from `seed`, so that it has the same one each time.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    slopes: torch.Tensor | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     seed: int = 5
 
     def forward(self) -> tuple[Gradients, torch.Tensor]:
@@ -48,10 +42,10 @@ class GradientCall:
         """
         q, k, v = (t.detach().requires_grad_() for t in (self.q, self.k, self.v))
         torch.manual_seed(self.seed)
-        out = flash_attn_func(q, k, v, alibi_slopes=self.slopes, **self.options)
+        out = self.attention.dense(q, k, v, **self.keywords)
         return (q, k, v), out
 
-    def __call__(self) -> Gradients:
+    def __call__(self) -> Gradients:  # type: ignore[override]
         leaves, out = self.forward()
         dq, dk, dv = torch.autograd.grad(out, leaves, self.dout)
         return dq, dk, dv
@@ -66,41 +60,9 @@ class GradientCall:
 
         return backward
 
-    def with_options(self, **options: Any) -> GradientCall:
-        return replace(self, options={**self.options, **options})
-
-    def sequences(self, index: slice | list[int]) -> GradientCall:
-        return replace(
-            self,
-            q=self.q[index],
-            k=self.k[index],
-            v=self.v[index],
-            dout=self.dout[index],
-            slopes=None if self.slopes is None else self.slopes[index],
-        )
-
     def lengths(self, seqlen_q: int, seqlen_k: int) -> GradientCall:
         """The first queries and keys alone."""
-        return replace(
-            self,
-            q=self.q[:, :seqlen_q],
-            k=self.k[:, :seqlen_k],
-            v=self.v[:, :seqlen_k],
-            dout=self.dout[:, :seqlen_q],
-        )
-
-    def kv_heads(self, begin: int, end: int) -> GradientCall:
-        """Whole groups of heads alone."""
-        group = self.q.shape[2] // self.k.shape[2]
-        heads = slice(begin * group, end * group)
-        return replace(
-            self,
-            q=self.q[:, :, heads],
-            k=self.k[:, :, begin:end],
-            v=self.v[:, :, begin:end],
-            dout=self.dout[:, :, heads],
-            slopes=None if self.slopes is None else self.slopes[:, heads],
-        )
+        return self.queries(0, seqlen_q).keys(seqlen_k)
 
 
 def draw_call(
@@ -126,7 +88,7 @@ def draw_call(
     if options.pop("alibi", False):
         generator = torch.Generator("cuda").manual_seed(seed)
         slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device="cuda")
-    return GradientCall(q, k, v, dout, slopes, options)
+    return GradientCall(Attention.installed(), q, k, v, dout, slopes, options)
 
 
 def run_packed(calls: Sequence[GradientCall], spare: int = 0) -> list[Gradients]:

@@ -6,9 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Tensors = dict[str, torch.Tensor]
 
@@ -121,26 +124,26 @@ class Call:
         """Returns what the kernels do: `path`, `family`."""
         return self.attention.plan(self.q, self.k, self.v, **self.keywords)
 
-    def with_options(self, **options: Any) -> Call:
+    def with_options(self, **options: Any) -> Self:
         return replace(self, options={**self.options, **options})
 
-    def sequences(self, index: slice | list[int]) -> Call:
+    def sequences(self, index: slice | list[int]) -> Self:
         return self._part(b=index)
 
-    def queries(self, begin: int, end: int) -> Call:
+    def queries(self, begin: int, end: int) -> Self:
         return self._part(q=slice(begin, end))
 
-    def keys(self, end: int) -> Call:
+    def keys(self, end: int) -> Self:
         return self._part(k=slice(end))
 
-    def kv_heads(self, begin: int, end: int) -> Call:
+    def kv_heads(self, begin: int, end: int) -> Self:
         """Returns the call on whole groups of heads alone."""
         group = self.q.shape[2] // self.k.shape[2]
         heads = slice(begin * group, end * group)
         sinks = {} if self.sinks is None else {"learnable_sink": self.sinks[heads]}
         return self.with_options(**sinks)._part(h=heads, g=slice(begin, end))
 
-    def _part(self, **places: slice | list[int]) -> Call:
+    def _part(self, **places: slice | list[int]) -> Self:
         tensors = {name: getattr(self, name) for name in ("q", "k", "v", "dout", "slopes", "dlse")}
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         parts: dict[str, Any] = {**part(given, **places)}
