@@ -17,9 +17,9 @@ import torch
 
 from ..mode import deterministic_mode
 from . import bounds, limits, standard
-from .bounds import Error, Tensors
+from .bounds import Error
 from .contract import layouts
-from .contract.call import Attention, Call, draw, named_gradients
+from .contract.call import Attention, Call, Tensors, draw, named_gradients
 from .contract.sizes import Config
 from .exact import Definition
 from .features import FEATURES, options_of

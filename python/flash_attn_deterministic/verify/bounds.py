@@ -16,9 +16,7 @@ import torch
 from .exact import Definition, Exact, Triple
 
 if TYPE_CHECKING:
-    from .contract.call import Call
-
-Tensors = dict[str, torch.Tensor]
+    from .contract.call import Call, Tensors
 
 _LSE = 5e-4  # of sums in fp32
 _SMALLEST = 1e-5  # an error of this size says nothing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ import torch.distributed as dist
 
 from ... import distributed, interface
 from ...errors import FlashAttnError
-from ..contract.call import DTYPES
+from ..contract.call import DTYPES, Tensors, cumulative
 from ..shared.bits import difference
 from .cases import Case
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
-Tensors = dict[str, torch.Tensor]
 TIMEOUT = datetime.timedelta(seconds=600)  # of each collective
 
 
@@ -93,8 +91,7 @@ def _starts(case: Case, device: str) -> list[torch.Tensor]:
     """Returns cu_seqlens of q and k; nothing for a dense call."""
     if not case.packed:
         return []
-    starts = ([*itertools.accumulate(one, initial=0)] for one in (case.lengths_q, case.lengths_k))
-    return [torch.tensor(one, dtype=torch.int32).to(device) for one in starts]
+    return [cumulative(one, torch.device(device)) for one in (case.lengths_q, case.lengths_k)]
 
 
 def _expected(case: Case, tensors: Tensors, group: Any) -> Tensors:
