@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -113,61 +113,41 @@ def cases_of(
     for (head_dim, dtype), mask, order in itertools.product(
         configs, scale.masks, ("contiguous", "zigzag")
     ):
-        common: dict[str, Any] = {
-            "ranks": ranks,
-            "mask": mask,
-            "order": order,
-            "head_dim": head_dim,
-            "dtype": dtype,
-            "split_size": scale.split_size,
-            "nheads": 6,
-        }
+        case = Case(ranks, None, order, mask)
+        case = replace(case, head_dim=head_dim, dtype=dtype, split_size=scale.split_size)
         for border, degree in itertools.product(scale.borders, (None, 1)):
-            whole = (border * ranks,) * scale.batch
-            yield Case(lengths_q=whole, lengths_k=whole, degree=degree, **common)
+            yield _square(case, (border * ranks,) * scale.batch, degree=degree)
         # Fewer queries than keys: borders of both lie at other places.
         shorter = (scale.borders[0] // 2 // 2 * 2 * ranks,)
-        longer = (scale.borders[-1] * ranks,)
-        yield Case(lengths_q=shorter, lengths_k=longer, **common)
-        yield from _packed_cases(ranks, order, scale, common)
-        whole = (scale.borders[-1] * ranks,) * scale.batch
+        longest = (scale.borders[-1] * ranks,)
+        yield replace(case, lengths_q=shorter, lengths_k=longest)
+        for degree in (None, 1):
+            yield _square(case, _packed_lengths(case, scale.packed), packed=True, degree=degree)
         if order == "zigzag":
-            yield Case(lengths_q=whole, lengths_k=whole, nheads_k=common["nheads"], **common)
+            yield _square(case, longest * scale.batch, nheads_k=case.nheads)
         if mask == "causal":  # a group of heads on each KV head, and one KV head for all
             for nheads, nheads_k in ((32, 8), (8, 1)):
-                heads = {**common, "nheads": nheads, "nheads_k": nheads_k}
-                yield Case(lengths_q=whole, lengths_k=whole, **heads)
-    yield from _heads_cases(ranks, scale, *configs[0])
-
-
-def _packed_cases(ranks: int, order: str, scale: Scale, common: dict[str, Any]) -> Iterator[Case]:
-    if order == "zigzag":
-        lengths = tuple(scale.packed // 2 * 2 * ranks * n for n in (1, 3, 2))
-    else:
-        # One sequence over all borders, others within a rank, an empty one, and tokens of none.
-        rest = scale.packed * ranks * 4 - scale.packed * 3 - 1
-        lengths = (scale.packed + 1, 0, rest, scale.packed)
-        total = sum(lengths)
-        lengths = (*lengths, -total % ranks) if total % ranks else lengths
-    for degree in (None, 1):
-        yield Case(lengths_q=lengths, lengths_k=lengths, packed=True, degree=degree, **common)
-
-
-def _heads_cases(ranks: int, scale: Scale, head_dim: int, dtype: str) -> Iterator[Case]:
-    """Yields cases whose heads are divided over all ranks, or over some."""
+                yield _square(case, longest * scale.batch, nheads=nheads, nheads_k=nheads_k)
+    # Heads that are divided over all ranks, or over some.
+    head_dim, dtype = configs[0]
     for degree in (degree for degree in range(2, ranks + 1) if ranks % degree == 0):
         for order, packed in itertools.product(("contiguous", "zigzag"), (False, True)):
-            whole = (scale.borders[0] // 2 * 2 * ranks,) * (1 if packed else scale.batch)
-            yield Case(
-                ranks=ranks,
-                degree=degree,
-                order=order,
-                packed=packed,
-                lengths_q=whole,
-                lengths_k=whole,
-                nheads=2 * degree,
-                nheads_k=degree,
-                head_dim=head_dim,
-                dtype=dtype,
-                split_size=scale.split_size,
-            )
+            case = Case(ranks, degree, order, nheads=2 * degree, nheads_k=degree, packed=packed)
+            case = replace(case, head_dim=head_dim, dtype=dtype, split_size=scale.split_size)
+            whole = (scale.borders[0] // 2 * 2 * ranks,)
+            yield _square(case, whole * (1 if packed else scale.batch))
+
+
+def _square(case: Case, lengths: tuple[int, ...], **changes: Any) -> Case:
+    """Returns the same with as many queries as keys."""
+    return replace(case, lengths_q=lengths, lengths_k=lengths, **changes)
+
+
+def _packed_lengths(case: Case, shortest: int) -> tuple[int, ...]:
+    if case.order == "zigzag":
+        return tuple(shortest // 2 * 2 * case.ranks * n for n in (1, 3, 2))
+    # One sequence over all borders, others within a rank, an empty one, and tokens of none.
+    rest = shortest * case.ranks * 4 - shortest * 3 - 1
+    lengths = (shortest + 1, 0, rest, shortest)
+    spare = -sum(lengths) % case.ranks
+    return (*lengths, spare) if spare else lengths
