@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,53 +144,21 @@ CODE = bytes(range(256)) * 16  # long enough to be worth compressing
 
 
 def changed(path: Path, place: int, data: bytes) -> Path:
-    """Overwrites bytes of a file; place counts from the end if negative."""
+    """Overwrites bytes of a file."""
     content = bytearray(path.read_bytes())
-    begin = place % len(content)
-    content[begin : begin + len(data)] = data
+    content[place : place + len(data)] = data
     path.write_bytes(content)
     return path
-
-
-def place_of(path: Path, name: str, part: str = "data") -> int:
-    """Returns where the compressed bytes of a file in a wheel begin, or its entry at the end."""
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(name)
-    if part == "data":
-        return info.header_offset + 30 + len(name)
-    return path.read_bytes().rindex(name.encode()) - 46
 
 
 def deflated(folder: Path) -> Path:
     return make_wheel(folder, {**FILES, f"{PACKAGE}/_C.so": CODE}, zipfile.ZIP_DEFLATED)
 
 
-def flipped(folder: Path) -> Path:
-    path = deflated(folder)
-    return changed(path, place_of(path, f"{PACKAGE}/_C.so"), b"\xff" * 8)
-
-
 def changed_lzma(folder: Path) -> Path:
-    path = make_wheel(folder, {**FILES, f"{PACKAGE}/_C.so": CODE}, zipfile.ZIP_LZMA)
-    return changed(path, place_of(path, f"{PACKAGE}/_C.so") + 12, b"\xff" * 8)
-
-
-def cut_off(folder: Path) -> Path:
-    """The entry at the end tells of more bytes than there are: zipfile meets the end of file."""
-    path = make_wheel(folder)
-    sizes = struct.pack("<LL", 2**30, 2**30)
-    return changed(path, place_of(path, f"{INFO}/RECORD", "entry") + 20, sizes)
-
-
-def encrypted(folder: Path) -> Path:
-    path = deflated(folder)
-    changed(path, place_of(path, f"{PACKAGE}/_C.so") - len(f"{PACKAGE}/_C.so") - 24, b"\x01")
-    return changed(path, place_of(path, f"{PACKAGE}/_C.so", "entry") + 8, b"\x01")
-
-
-def unknown_compression(folder: Path) -> Path:
-    path = deflated(folder)
-    return changed(path, place_of(path, f"{PACKAGE}/_C.so", "entry") + 10, b"\x63")
+    path = make_wheel(folder, {f"{PACKAGE}/_C.so": CODE}, zipfile.ZIP_LZMA)
+    data = 30 + len(f"{PACKAGE}/_C.so")  # after the header of the first file
+    return changed(path, data + 12, b"\xff" * 8)
 
 
 def without_the_end(folder: Path) -> Path:
@@ -209,11 +176,7 @@ def without_the_end(folder: Path) -> Path:
         pytest.param(of_another_project, "is a wheel of other-deterministic", id="other"),
         pytest.param(without_metadata, "is a wheel of nothing known", id="no-metadata"),
         pytest.param(damaged, f"is damaged at {PACKAGE}/_C.so", id="damaged"),
-        pytest.param(flipped, f"is damaged at {PACKAGE}/_C.so", id="deflate"),
         pytest.param(changed_lzma, f"is damaged at {PACKAGE}/_C.so", id="lzma"),
-        pytest.param(cut_off, "is damaged at|is not a wheel", id="cut-off"),
-        pytest.param(encrypted, f"is damaged at {PACKAGE}/_C.so .*encrypted", id="encrypted"),
-        pytest.param(unknown_compression, "is damaged at .*compression", id="compression"),
         pytest.param(without_the_end, "0.1.0-py3-none-any.whl is not a wheel", id="no-end"),
     ],
 )
