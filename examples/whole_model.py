@@ -23,7 +23,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,29 +126,35 @@ def compare(model: Any, ids: torch.Tensor) -> dict[str, bool]:
     }
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Returns the median time of 10 calls, after 2 for warming up."""
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[2:])
+def in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Returns the median time of each call, in ms; they take turns, after two rounds to warm up."""
+    rounds = []
+    for _ in range(repeats + 2):
+        row = []
+        for call in calls:
+            begin = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            row.append(1e3 * (time.perf_counter() - begin))
+        rounds.append(row)
+    return [statistics.median(times) for times in zip(*rounds[2:], strict=True)]
 
 
-def times(model: Any, ids: torch.Tensor) -> dict[str, float]:
+def times(models: Sequence[Any], ids: torch.Tensor, repeats: int) -> list[dict[str, float]]:
     """Returns the time of a batch without cache, and of one decode step of all its sequences."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
-    with_cache(model, ids, cache)
-    step = ids[:, -1:]
-    return {
-        "ms, batch": milliseconds(lambda: model(ids)),
-        "ms, decode step": milliseconds(lambda: with_cache(model, step, cache)),
-    }
+    caches = [DynamicCache() for _ in models]
+    for model, cache in zip(models, caches, strict=True):
+        with_cache(model, ids, cache)
+    each = list(zip(models, caches, strict=True))
+    batch = in_turns([partial(model, ids) for model in models], repeats)
+    step = in_turns([partial(with_cache, model, ids[:, -1:], c) for model, c in each], repeats)
+    return [
+        {"ms, batch": round(b, 1), "ms, decode step": round(s, 1)}
+        for b, s in zip(batch, step, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -160,20 +167,18 @@ def main() -> int:
     batch, seqlen = (8, 1000) if given.device == "cuda" else (3, 150)
     ids = torch.randint(0, 1000, (batch, seqlen), generator=torch.Generator().manual_seed(1))
     ids = ids.to(given.device)
+    kinds = list(itertools.product(("sdpa", OURS), (False, True)))
+    models = [make_model(given.device, *kind) for kind in kinds]
     rows: list[dict[str, Any]] = []
-    for attention in ("sdpa", OURS):
-        for invariant in (False, True):
-            model = make_model(given.device, attention, invariant)
-            layers = "invariant" if invariant else "torch's"
-            cells = {
-                name: "same" if same else "other" for name, same in compare(model, ids).items()
-            }
-            row: dict[str, Any] = {"attention": attention, "other layers": layers, **cells}
-            row |= {name: round(value, 1) for name, value in times(model, ids).items()}
-            if not rows:
-                print("".join(f"{name:>16}" for name in row).lstrip())
-            print("".join(f"{row[name]!s:>{max(16, len(name))}}" for name in row).lstrip())
-            rows.append(row)
+    measured = times(models, ids, 30 if given.device == "cuda" else 3)
+    for (attention, invariant), model, ms in zip(kinds, models, measured, strict=True):
+        cells = {name: "same" if same else "other" for name, same in compare(model, ids).items()}
+        layers = "invariant" if invariant else "torch's"
+        row = {"attention": attention, "other layers": layers, **cells, **ms}
+        if not rows:
+            print("".join(f"{name:>16}" for name in row).lstrip())
+        print("".join(f"{row[name]!s:>{max(16, len(name))}}" for name in row).lstrip())
+        rows.append(row)
     if given.json:
         given.json.write_text(
             json.dumps({"batch": batch, "seqlen": seqlen, "rows": rows}, indent=1)

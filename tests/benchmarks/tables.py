@@ -108,6 +108,7 @@ def _model(results: Results) -> str:
 def _ranks(results: Results) -> str:
     """Forward and backward over several GPUs, beside one and torch's context parallel."""
     record = results["ranks"]
+    peers = any("context_parallel" in case["seconds"] for case in record["cases"])
     rows = []
     for case in record["cases"]:
         shape, seconds = case["shape"], case["seconds"]
@@ -117,9 +118,10 @@ def _ranks(results: Results) -> str:
         ms = {one: f"{1e3 * seconds[one]['both']:.1f}" for one in seconds}
         own = f"{ms['planned']} ({case['efficiency']['both']:.2f})"
         host = f"{1e3 * seconds['planned']['host']:.1f}"
-        rows.append([name, ms["one"], own, ms.get("context_parallel", "-"), host])
+        peer = [ms.get("context_parallel", "-")] * peers
+        rows.append([name, ms["one"], own, *peer, host])
     header = ["", "one GPU, ms", f"{record['ranks']} GPUs, ms (efficiency)",
-              "torch's context_parallel, ms", "host, ms"]  # fmt: skip
+              *["torch's context_parallel, ms"] * peers, "host, ms"]  # fmt: skip
     words = (
         "bf16, causal, zigzag, forward + backward, all bits those of one GPU. Efficiency: time of "
         "one GPU over that of all of them together. Host: of a forward."
@@ -144,12 +146,13 @@ def _vllm(results: Results) -> str:
                     for title in ("ours", "FLASH_ATTN", "ratio"))]  # fmt: skip
     checks = {
         norm: "; ".join(f"{one['check']} {one['equal']}/{one['requests']}"
-                        for one in found.get("checks", ())) or "not run"
+                        for one in found.get("checks", ())) or record["failed"].get(norm, "not run")
         for norm, found in record["checks"].items()
     }  # fmt: skip
+    found = ". ".join(f"{norm}: {words}" for norm, words in checks.items())
     words = (
-        f"vLLM {record['versions']['vllm']}, {record['layers']} layers, ms. Requests whose bits "
-        f"were equal, {'. '.join(f'{norm}: {words}' for norm, words in checks.items())}."
+        f"vLLM {record['versions']['vllm']}, ms, {record['layers']} layers. Requests whose bits "
+        f"were equal, of a model of 4 layers: {found}."
     )
     return table(record, header, rows, words)
 
@@ -230,8 +233,10 @@ def table(
 def _pair(one: Mapping[str, float] | None) -> str:
     if one is None:
         return "-"
-    alone = one["cases"] == 1
-    return f"{one['mean']:.2f} ({'one shape' if alone else format(one['worst'], '.2f')})"
+    if one["cases"] == 1:
+        return f"{one['mean']:.2f} (one shape)"
+    few = f" of {one['cases']}" if one["cases"] < 5 else ""
+    return f"{one['mean']:.2f} ({one['worst']:.2f}{few})"
 
 
 def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
@@ -275,8 +280,10 @@ def _by_head_dim(results: Results) -> str:
     rows = list(zip(map(str, KERNEL_HEAD_DIMS), *columns.values(), strict=True))
     words = (
         f"Our time over theirs, geometric mean (worst) of the {' and '.join(shapes)} drawn shapes "
-        "without windows that they can run; padded head dims count with the next one. FA2: torch's "
-        "flash backend; FA3: one split, backwards its deterministic mode, which torch's two lack."
+        'without windows that they can run, all bf16 ("of 3": of three shapes); padded head dims '
+        "count with the next one. FA2: torch's flash backend; FA3: one split. Backwards FA3 and "
+        "FA4 run their deterministic modes; torch's two have none. cuDNN's forward: no chunks, for "
+        "which torch has no causal mask but a tensor."
     )
     return table(results["peers-forward"], header, rows, words)
 
