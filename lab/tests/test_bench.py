@@ -159,7 +159,7 @@ def test_without_our_package_others_are_compared(
     monkeypatch.setitem(sys.modules, "flash_attn_deterministic", None)
     for name in ("ours", "sdpa-math", "sdpa"):
         vars(ATTENTIONS[name]).pop("function", None)
-    assert bench(tmp_path, "--attentions", "sdpa-math", "sdpa", "--kinds", "forward") == 0
+    assert bench(tmp_path, "--attentions", "sdpa-math", "sdpa", "--only", "forward") == 0
     vars(ATTENTIONS["ours"]).pop("function", None)
     assert "times are over those of sdpa-math" in capsys.readouterr().err
     assert read(tmp_path)["cases"][0]["ratio"]["sdpa-math"] == 1.0

@@ -6,30 +6,30 @@ import contextlib
 import ctypes
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import UnavailableError
+from .attention import Function, Packed
+
 VARIABLE = "FA3_LIBRARY"  # path of the library
 
 
-def load() -> str:
-    """Loads torch.ops.flash_attn_3, and returns what it came from.
-
-    Raises:
-        ImportError: neither the package nor the library is there.
-    """
+def _load() -> None:
+    """Loads torch.ops.flash_attn_3; raises UnavailableError."""
     library = os.environ.get(VARIABLE)
     if not library:
         try:
             importlib.import_module("flash_attn_interface")
         except ImportError as error:
-            raise ImportError(
+            raise UnavailableError(
                 f"flash_attn_interface cannot be imported ({error}); {VARIABLE} may name a library"
             ) from error
-        return "flash-attn-3"
+        return
     if not hasattr(torch.ops.flash_attn_3, "fwd"):
         for runtime in Path(library).parent.glob("libcudart.so*"):  # what it was built with
             with contextlib.suppress(OSError):
@@ -37,8 +37,7 @@ def load() -> str:
         try:
             torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
         except OSError as error:
-            raise ImportError(f"{VARIABLE}: {library} cannot be loaded ({error})") from error
-    return f"FA3 of {Path(library).name}"
+            raise UnavailableError(f"{VARIABLE}: {library} cannot be loaded ({error})") from error
 
 
 class _Attention(torch.autograd.Function):
@@ -71,31 +70,39 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    num_splits: int = 0,
-    deterministic: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Calls FlashAttention-3; `load` must have been called before.
+def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Callable[[], Function]:
+    """Returns what makes FlashAttention-3; 0 splits: its heuristic."""
 
-    Args:
-        q: (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim).
-        k: (batch, seqlen_k, nheads_k, head_dim), packed likewise, or pages.
-        v: like k.
-        causal: whether the mask is causal, aligned to the bottom right corner.
-        num_splits: 0: its heuristic; 1: none.
-        deterministic: of the backward.
-        **options: what both of its ops take besides, such as cu_seqlens_q or window_size_left;
-            without a backward also what the forward alone takes, such as page_table.
+    def made() -> Function:
+        _load()
 
-    Returns:
-        out like q; it has a gradient where q, k and v have.
-    """
-    settings = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal, **options}
-    out: Tensor = _Attention.apply(q, k, v, num_splits, deterministic, settings)  # type: ignore[no-untyped-call, unused-ignore]
-    return out
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            causal: bool = False,
+            packed: Packed | None = None,
+            window: tuple[int, int] | None = None,
+            scale: float | None = None,
+            **options: Any,
+        ) -> Tensor:
+            names = {"seqlens_k": "seqused_k", "block_table": "page_table"}
+            given = {names.get(name, name): value for name, value in options.items()}
+            given |= {
+                "is_causal": causal,
+                "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            }
+            if packed is not None:
+                given |= packed.arguments()
+            if packed is not None and "page_table" in given:  # it wants lengths beside pages
+                for name in ("max_seqlen_k", "cu_seqlens_k"):
+                    given.pop(name)
+                given["seqused_k"] = packed.seqused_k
+            if window is not None:
+                given |= {"window_size_left": window[0], "window_size_right": window[1]}
+            out: Tensor = _Attention.apply(q, k, v, num_splits, deterministic, given)  # type: ignore[no-untyped-call, unused-ignore]
+            return out
+
+        return attend
+
+    return made

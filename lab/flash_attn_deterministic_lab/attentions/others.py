@@ -1,4 +1,4 @@
-"""FlashAttention-2, -3 and -4, and FlashInfer, of packages that this machine has."""
+"""FlashAttention-2 and -4, and FlashInfer, of packages that this machine has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnavailableError
-from . import baseline, fa3
+from . import baseline
 from .attention import Function, Packed
 
 BASELINE = "FA2_BASELINE"  # path of the library that `nox -s baseline` builds
@@ -69,44 +69,6 @@ def flash_attn_2(deterministic: bool = False) -> Callable[[], Function]:
             else:
                 out = module.flash_attn_func(q, k, v, deterministic=deterministic, **given)
             return out
-
-        return attend
-
-    return made
-
-
-def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Callable[[], Function]:
-    """Returns what makes FlashAttention-3; 0 splits: its heuristic."""
-
-    def made() -> Function:
-        try:
-            fa3.load()
-        except ImportError as error:
-            raise UnavailableError(str(error)) from error
-
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            packed: Packed | None = None,
-            window: tuple[int, int] | None = None,
-            scale: float | None = None,
-            **options: Any,
-        ) -> Tensor:
-            names = {"seqlens_k": "seqused_k", "block_table": "page_table"}
-            given = {names.get(name, name): value for name, value in options.items()}
-            if scale is not None:
-                given["softmax_scale"] = scale
-            if packed is not None:
-                given |= packed.arguments()
-            if packed is not None and "page_table" in given:  # it wants lengths beside pages
-                for name in ("max_seqlen_k", "cu_seqlens_k"):
-                    given.pop(name)
-                given["seqused_k"] = packed.seqused_k
-            if window is not None:
-                given |= {"window_size_left": window[0], "window_size_right": window[1]}
-            given |= {"num_splits": num_splits, "deterministic": deterministic}
-            return fa3.attend(q, k, v, **given)
 
         return attend
 

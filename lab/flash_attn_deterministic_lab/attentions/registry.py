@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..errors import ArgumentError
-from . import others, ours, torchs
+from . import fa3, others, ours, torchs
 from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention, Function
 from .named import find_callable
 from .served import SUFFIX, served
@@ -81,10 +81,10 @@ _ALL = (
     _fa2("flash_attn", "FlashAttention-2", others.flash_attn_2()),
     _fa2("flash_attn-deterministic", "FlashAttention-2, deterministic", others.flash_attn_2(True),
          bench=False),
-    _fa3("fa3", "FlashAttention-3", others.flash_attn_3(), deterministic="fa3-deterministic"),
-    _fa3("fa3-one-split", "FlashAttention-3, one split", others.flash_attn_3(1)),
+    _fa3("fa3", "FlashAttention-3", fa3.flash_attn_3(), deterministic="fa3-deterministic"),
+    _fa3("fa3-one-split", "FlashAttention-3, one split", fa3.flash_attn_3(1)),
     _fa3("fa3-deterministic", "FlashAttention-3, one split, deterministic",
-         others.flash_attn_3(1, True), bench=False),
+         fa3.flash_attn_3(1, True), bench=False),
     _fa4("fa4", "FlashAttention-4", others.flash_attn_4(), deterministic="fa4-deterministic"),
     _fa4("fa4-deterministic", "FlashAttention-4, deterministic", others.flash_attn_4(True),
          bench=False),

@@ -12,8 +12,6 @@ from typing import Any
 from ..cli import STATUSES, add_paths, check_device, ended, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
-KINDS = ("forward", "decode", "backward")
-
 
 def add_command(commands: Any) -> None:
     """Adds the command to a program's subparsers."""
@@ -28,17 +26,14 @@ def add_command(commands: Any) -> None:
         "--study", default="", metavar="NAME", help="which shapes (default: the usual); list: names"
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what to time (default: all)"
-    )
-    parser.add_argument(
         "--only",
         nargs="+",
         default=[""],
         metavar="WORDS",
-        help="parts of names or groups of shapes",
+        help="parts of names of shapes, such as forward or D128, or groups",
     )
     parser.add_argument(
-        "--attentions", "--peers", nargs="+", metavar="NAME", default=[],
+        "--attentions", nargs="+", metavar="NAME", default=[],
         help="which to time besides ours, also MODULE:FUNCTION (default: those of the study)",
     )  # fmt: skip
     parser.add_argument(
@@ -79,8 +74,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     chosen = [
         case for case in study.cases
-        if case.shape.kind in arguments.kinds
-        and any(words in case.shape.name or words == case.group for words in arguments.only)
+        if any(words in case.shape.name or words == case.group for words in arguments.only)
     ]  # fmt: skip
     if arguments.ahead:
         from .ahead import call_each
@@ -92,7 +86,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from ..shared.provenance import provenance
     from .measure import measure, summarise
-    from .report import text, write
+    from .report import write
 
     versions = {one.name: one.version for one in attentions}
     command = ["flash-attn-deterministic", *sys.argv[1:]]
@@ -125,8 +119,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED
-    write(arguments.out, record)
-    print(text(record))
+    print(write(arguments.out, record))
     first = attentions[0].name
     return status or int(any(first in case["failed"] for case in record["cases"]))
 

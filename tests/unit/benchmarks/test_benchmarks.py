@@ -246,7 +246,7 @@ def test_times_of_a_server_stand_beside_each_other() -> None:
 
 def test_python_mirrors_the_c_structs() -> None:
     """ctypes takes field names and order on trust."""
-    from flash_attn_deterministic_lab.attentions import upstream as api
+    from flash_attn_deterministic_lab.attentions import baseline as api
 
     header = (ROOT / "cpp" / "baseline" / "api.h").read_text()
     assert f"#define FA2_BASELINE_VERSION {api.VERSION}\n" in header
