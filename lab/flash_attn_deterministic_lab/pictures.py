@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,7 +121,6 @@ class LinePanels:
     shown: Mapping[str, Sequence[Line]]  # of each panel, by its title
     labels: tuple[str, str]  # of the x and the y axes, which are logarithmic
     ticks: Mapping[float, str] | Iterable[float] = ()  # of the x axes; none: matplotlib's
-    levels: Iterable[float] = ()  # at which horizontal lines are drawn
     sharey: bool = True  # whether panels have one range of y
     decades: int = 20  # of the y axis, at most
 
@@ -135,8 +135,6 @@ class LinePanels:
             for above, each in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
                 if each.points:
                     _line(axes, each, above)
-            for level in self.levels:
-                axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
             if named:
                 axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
                 axes.xaxis.minorticks_off()
@@ -197,58 +195,65 @@ def _legend_below(figure: Any, grid: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-@dataclass(frozen=True)
-class DotPanels:
-    """A figure of medians as points on named rows, with bars from the least to the largest."""
+# Name, interval (low, middle, high), wanted range, and whether the interval lies in it.
+Held = tuple[str, tuple[float, float, float], tuple[float, float], bool | None]
+_VERDICTS = {True: ("inside", 0, "o"), False: ("outside", 1, "X"), None: ("not decided", 6, "D")}
 
-    # Of each panel, by its title: labels, and values of each row.
-    shown: Mapping[str, Sequence[tuple[str, Mapping[str, Values]]]]
-    rows: Sequence[str]  # their names, from above
-    label: str  # of the x axes
-    scale: str = "log"  # of the x axes, or "linear"
+
+@dataclass(frozen=True)
+class HeldPanels:
+    """A figure of numbers with their intervals, beside the ranges that they are held against."""
+
+    shown: Mapping[
+        str, Sequence[Held]
+    ]  # rows of each panel, from above, by the label of its x axis
 
     def draw(self, pyplot: Any) -> Any:
-        most = max(len(series) for series in self.shown.values())
-        count = len(self.rows)
-        each = 0.26 if count > 20 else max(0.26, 0.07 * most)
-        figure, grid = _grid(pyplot, list(self.shown), 1.2 + each * count)
-        for axes, series in zip(grid.flat, self.shown.values(), strict=False):
-            axes.set_xscale(self.scale)
-            axes.set_xlabel(self.label)
-            for number, (name, values) in enumerate(series):
-                offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
-                _dots(axes, self.rows, values, number, name, offset)
-            axes.set_yticks(range(count), self.rows)
-            axes.set_ylim(count - 0.5, -0.5)
+        counts = [len(rows) for rows in self.shown.values()]
+        height = min(0.24 * sum(counts) + 0.9 * len(counts), _TALLEST)
+        figure, grid = pyplot.subplots(
+            len(counts),
+            1,
+            figsize=(8, height),
+            squeeze=False,
+            height_ratios=[n + 2 for n in counts],
+        )
+        for axes, (label, rows) in zip(grid.flat, self.shown.items(), strict=True):
+            numbers = [n for _, interval, _, _ in rows for n in interval if math.isfinite(n)]
+            if numbers and 0 < 10 * min(numbers) < max(numbers):
+                axes.set_xscale("log")
+            _held(axes, rows)
+            axes.set_xlabel(label)
+            axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+            axes.tick_params(axis="y", labelsize=8 if sum(counts) < 30 else 6)
+            axes.set_ylim(len(rows) - 0.5, -0.5)
             axes.grid(axis="y", visible=False)
-            for border in range(1, count):
-                axes.axhline(border - 0.5, color="#e4e4e4", linewidth=0.8, zorder=0)
-            axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
-            if self.scale != "log":
-                axes.axvline(0, color="#333333", linewidth=0.8)
-                axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
         _legend_below(figure, grid)
         return figure
 
 
-def _dots(
-    axes: Any, rows: Sequence[str], values: Mapping[str, Values], number: int, label: str,
-    offset: float,
-) -> None:  # fmt: skip
-    colour, marker = COLOURS[number], MARKERS[number]
-    for place, row in enumerate(rows):
-        found = _there(values.get(row, ()))
-        if not found or (axes.get_xscale() == "log" and min(found) <= 0):
-            text = "0" if found else "overflow" if row in values else ""
-            axes.text(1.01, place + offset, text, color=colour, fontsize=6, va="center",
-                      transform=axes.get_yaxis_transform())  # fmt: skip
-            continue
-        axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
-        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5)
-    axes.plot([], [], marker, color=colour, label=label)
+def _held(axes: Any, rows: Sequence[Held]) -> None:
+    for holds, (word, colour, marker) in _VERDICTS.items():
+        found = [(place, row[1]) for place, row in enumerate(rows) if row[3] is holds]
+        for place, (low, _, high) in found:
+            axes.plot([low, high], [place, place], color=COLOURS[colour], linewidth=1.4)
+        middles = [middle for _, (_, middle, _) in found]
+        axes.plot(middles, [place for place, _ in found], marker, color=COLOURS[colour],
+                  markersize=4.5, label=word)  # fmt: skip
+    # Ends of the ranges belong into the picture, too, where the axis has a place for them.
+    ends = {end for *_, wanted, _ in rows for end in wanted if math.isfinite(end)}
+    for end in ends - ({0} if axes.get_xscale() == "log" else set()):
+        axes.plot([end], [0], alpha=0)
+    left, right = axes.get_xlim()
+    for place, (*_, (low, high), _) in enumerate(rows):
+        begin, end = max(low, left), min(high, right)
+        axes.broken_barh(
+            [(begin, end - begin)], (place - 0.5, 1), color="#009E73", alpha=0.13, linewidth=0
+        )
+    axes.set_xlim(left, right)
 
 
-Panels = LinePanels | DotPanels
+Panels = LinePanels | HeldPanels
 
 
 def _there(values: Values) -> list[float]:

@@ -28,8 +28,7 @@ def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Range]) ->
 
     tests = {measure: bounds for _, measure, bounds in wanted}
     how = "; ".join(f"{_MEASURES[name]}: {range_text(*tests[name])}" for name in tests)
-    figures = ("gradients", "systematic")
-    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, cases, figures)
+    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, cases)
 
 
 FAILURE_CLAIMS: tuple[Claim, ...] = (
@@ -79,7 +78,7 @@ MODEL_CLAIMS = (
         "batches have none of it in common.",
         "Error of the whole gradient over its spread between batches: "
         f"{range_text(*LITTLE)}; {_MEASURES['systematic']}: {range_text(*NOT_COMMON)}.",
-        MODEL, _of_model, ("model-gradients", "model-systematic"),
+        MODEL, _of_model,
     ),
 )  # fmt: skip
 

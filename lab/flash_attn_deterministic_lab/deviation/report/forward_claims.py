@@ -140,89 +140,89 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "The difference between flash and baseline attention falls with every wider number format.",
         f"max |flash - baseline|, a format over the next narrower of BF16, FP16, FP32, FP64: "
         f"{range_text(*FALLS)} at every step.",
-        emulated("3"), _falling, ("fig3",),
+        emulated("3"), _falling, "fig3",
     ),
     Claim(
         "tenfold", f"{PAPER}, abstract and Fig. 4",
         "At BF16, flash attention deviates about ten times as much as baseline attention.",
         f"max |output - FP64|, flash over baseline: {range_text(*TENFOLD)}.",
-        emulated("5"), _tenfold, ("fig5-ratio",),
+        emulated("5"), _tenfold,
     ),
     Claim(
         "more", f"{PAPER}, Fig. 4",
         "Flash attention is further from the FP64 value than baseline attention.",
         f"The same ratio in BF16 and FP16: {range_text(*MORE)}.",
-        emulated("4"), _more, ("fig4",),
+        emulated("4"), _more,
     ),
     Claim(
         "length-max", f"{PAPER}, Fig. 5a",
         "The largest difference between the two grows with the sequence length.",
         f"max |flash - baseline|, BF16, the longest over the shortest: {range_text(*GROWS)}.",
-        emulated("5"), _growth("max"), ("fig5a",),
+        emulated("5"), _growth("max"), "fig5a",
     ),
     Claim(
         "length-relative", f"{OURS}, on Fig. 5a",
         "So does the largest difference relative to the largest output.",
         f"max |flash - baseline| / max |baseline|: {range_text(*GROWS)}.",
-        emulated("5"), _growth("max_relative"), ("fig5a",),
+        emulated("5"), _growth("max_relative"), "fig5a",
     ),
     Claim(
         "length-mean", f"{PAPER}, Fig. 5b",
         "Mean and spread of the difference grow with the sequence length.",
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
-        emulated("5"), _growth("mean", "std"), ("fig5b",),
+        emulated("5"), _growth("mean", "std"), "fig5b",
     ),
     Claim(
         "swapped", f"{PAPER}, Fig. 6a",
         "Swapping the dimensions of a block makes the difference from baseline larger.",
         "max |flash - baseline|, swapped (B_c = d, B_r = M/4d) over the paper's (B_c = M/4d, "
         f"B_r = d; M/4d > d), BF16 and FP16: {range_text(*MORE)}.",
-        emulated("6a"), _paired("swapped", MORE), ("fig6a",),
+        emulated("6a"), _paired("swapped", MORE), "fig6a",
     ),
     Claim(
         "square", f"{PAPER}, Fig. 6b",
         "Whether a block is square has no effect on the difference from baseline.",
         "max |flash - baseline|, four times as many keys as rows over square blocks of equal area, "
         f"BF16 and FP16: {range_text(*SAME)}.",
-        emulated("6b"), _paired("wide", SAME), ("fig6b",),
+        emulated("6b"), _paired("wide", SAME), "fig6b",
     ),
     Claim(
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
-        emulated("6c"), _larger, ("fig6c",),
+        emulated("6c"), _larger, "fig6c",
     ),
     Claim(
         "rescale", f"{PAPER}, explanation of Fig. 6c as we read it",
         "The rescaling factors that tiling adds are where the deviation comes from.",
         "BF16 in the factors exp(m_before - m_after) alone: at least half of the whole deviation; "
         "in all other steps: at most half.",
-        emulated("ablation"), functools.partial(_share, "rescale"), ("ablation",),
+        emulated("ablation"), functools.partial(_share, "rescale"),
     ),
     Claim(
         "tiling", f"{OURS}, on the same",
         "Rounding the factors and everything that is multiplied by them makes at least half.",
         "The same for the factors, their products with l, O and P V, and the sum of the last two.",
-        emulated("ablation"), functools.partial(_share, TILING), ("ablation",),
+        emulated("ablation"), functools.partial(_share, TILING),
     ),
     Claim(
         "d-matters", OURS,
         "D = rowsum(dO * O) from the rounded O makes most of the error of dq and dk.",
         "Emulated kernels: relative error of dq and dk with D from the rounded O over that with D "
         f"from O before rounding: {range_text(*D_MATTERS)}.",
-        emulated("backward"), _deltas("rounded", D_MATTERS), ("backward",),
+        emulated("backward"), _deltas("rounded", D_MATTERS),
     ),
     Claim(
         "d-cure", OURS,
         "Keeping what rounding took from O in a second 16-bit tensor removes this error.",
         f"The same with D from O and its residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual", D_CURED), ("backward",),
+        emulated("backward"), _deltas("residual", D_CURED),
     ),
     Claim(
         "d-cure-8", OURS,
         "A residual of 8 bits, in units of 1/256 gap at O, removes it as well.",
         f"The same with an 8-bit residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual8", D_CURED), ("backward",),
+        emulated("backward"), _deltas("residual8", D_CURED),
     ),
 )  # fmt: skip

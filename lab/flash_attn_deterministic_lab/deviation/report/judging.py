@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..forward.plan import forward_points
@@ -60,6 +60,7 @@ class Outcome:
     verdict: str
     numbers: list[str] = field(default_factory=list)
     condition: str = ""
+    cases: Sequence[Case] = ()
 
 
 Evidence = dict[str, Any]  # by the name of a study, as claims name them
@@ -115,15 +116,16 @@ class Claim:
     how: str  # how it is tested
     study: str  # what it is tested by, see `evidence_of`
     cases: Callable[[Any], Iterable[Case]]  # of what that study found
-    figures: tuple[str, ...] = ()  # the plots that show it
+    figure: str = ""  # the plot in the paper's form; without one, its cases are drawn
 
     def judge(self, evidence: Evidence, quick: Collection[str] = ()) -> Outcome:
         """Returns what the data says; of the studies in `quick` the numbers only."""
         if self.study not in evidence:
             return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
-        outcome = decide(list(self.cases(evidence[self.study])))
+        cases = list(self.cases(evidence[self.study]))
+        outcome = replace(decide(cases), cases=cases)
         if self.study in quick and outcome.verdict != NOT_TESTED:
-            return Outcome(QUICK, outcome.numbers)
+            return replace(outcome, verdict=QUICK, condition="")
         return outcome
 
 

@@ -63,7 +63,6 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
         f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
         ON_GPU, _over_explicit("forward", "max", TENFOLD, formats=("bf16",)),
-        ("kernels-forward",),
     ),
     Claim(
         "real-backward", OURS,
@@ -71,7 +70,6 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "Relative error of dq, dk and dv over that of explicit attention in the format: "
         f"{range_text(*MORE)}, from the least to the largest length.",
         ON_GPU, _over_explicit("backward", "relative", MORE, ("dq", "dk", "dv")),
-        ("kernels-backward",),
     ),
     Claim(
         "real-residual", OURS,
@@ -80,7 +78,6 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         f"The same for these kernels: {range_text(*NO_MORE)}.",
         ON_GPU,
         _over_explicit("backward", "relative", NO_MORE, ("dq", "dk"), ("ours+residual",)),
-        ("kernels-backward",),
     ),
     Claim(
         "noise", OURS,

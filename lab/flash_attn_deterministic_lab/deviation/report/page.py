@@ -3,57 +3,53 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ...pictures import Panels, draw_all
+from ...pictures import Held, HeldPanels, Panels, draw_all
 from ...shared.document import Document, Section, html, markdown
 from ..forward.plan import forward_points
-from ..numbers.intervals import Interval, median_interval
+from ..numbers.intervals import Interval, finite, median_interval, short
 from ..study.files import SCHEMA, read_result, write_result, write_text
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS, judge_all
-from .forward_plots import forward_plots
 from .judging import MARKS, Claim, Outcome, evidence_of, is_quick, study_of
 from .names import title
-from .study_plots import MEASURES, gradient_plots, kernel_plots, training_plots
+from .plots import forward_plots, training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
 CAPTIONS = {
     "fig3": "Fig. 3. Largest difference between flash and baseline attention by number format. "
     "Median of the draws, band from the least to the largest. FP8 E4M3 is missing where l "
     "overflows.",
-    "fig4": "Fig. 4. Largest deviation from FP64. Bars from the least to the largest draw. The "
-    "FP64 baseline is the reference itself.",
     "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
     "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
-    "fig5-ratio": "Flash's largest deviation over baseline's, BF16. Dotted: ten times.",
     "fig6a": "Fig. 6a. Blocks with M/4d keys, and with both dimensions swapped, over M/4d.",
     "fig6b": "Fig. 6b. Square blocks, and blocks of equal area with four times as many keys as "
     "rows, over the area.",
     "fig6c": "Fig. 6c. Keys per block.",
-    "ablation": "Which step's rounding matters, preset paper.",
-    "backward": "Gradients of emulated kernels by what D = rowsum(dO * O) is formed from.",
-    "kernels-forward": "Real kernels: largest deviation from FP64.",
-    "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
     "fig7": "Fig. 7. Distance of weights from the base run over training. Median of the seeds, "
     "band from the least to the largest.",
     "fig8": "Fig. 8. The same of trainings in FP16: from FP32, and of flash from explicit "
     "attention.",
-    "loss": "Held-out loss of each attention over that of base: median, least and largest seed.",
-    "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
-    "systematic": "Share of these errors that batches have in common.",
-    "outputs": "Relative error of the output of each call of attention on the same tensors.",
+}
+UNITS = {"": "number", "x": "times"}  # of cases, in figures
+_CASES = "The number of each case with its interval, and the range that the claim names, shaded."
+MEASURES = {
+    "error": "‖error‖ / ‖gradient‖",
+    "noise": "‖error‖ / spread between batches",
+    "systematic": "share of error² common to batches",
 }
 
 _FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, Panels]]] = {
     "forward": lambda value: forward_plots(forward_points(value)),
-    "kernels": kernel_plots,
+    "kernels": lambda _: {},
     "training": training_plots,
-    "gradients": gradient_plots,
+    "gradients": lambda _: {},
 }
 
 
@@ -94,6 +90,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     evidence = evidence_of(values)
     # Claims of studies that are not there are counted only.
     judged = [one for one in judge_all(evidence, evidence_of(small)) if one[0].study in evidence]
+    plots |= {path.stem: path for path in draw_all(_drawn_cases(judged), out / "plots")}
     sections = list(_sections(judged, values, plots))
     counts = Counter(outcome.verdict for _, outcome in judged)
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -149,26 +146,37 @@ def _sections(
     yield Section("Studies", items=items)
     for claim, outcome in judged:
         # Each figure is shown once, with the first claim that it is about.
-        figures = [(_caption(name), plots.pop(name)) for name in claim.figures if name in plots]
+        name = claim.figure or claim.key
+        figures = [(_caption(name), plots.pop(name))] if name in plots else []
         text = f"Test: {claim.how}"
         if outcome.condition:
             text = f"{outcome.condition[0].upper()}{outcome.condition[1:]}. {text}"
         yield Section(claim.text, text, outcome.numbers, figures, key=claim.key,
                       source=claim.source, verdict=outcome.verdict,
                       mark=MARKS.get(outcome.verdict, "some"))  # fmt: skip
-    if plots:
-        yield Section(
-            "More figures", figures=[(_caption(name), path) for name, path in plots.items()]
-        )
     for value in values.values():
         yield from _tables(value)
 
 
+def _drawn_cases(judged: list[tuple[Claim, Outcome]]) -> dict[str, HeldPanels]:
+    """Returns a figure of the cases of each claim that has no figure of the paper."""
+    found: dict[str, HeldPanels] = {}
+    for claim, outcome in judged:
+        if claim.figure or all(case.value.low == case.value.high for case in outcome.cases):
+            continue  # counts have no intervals
+        shown: dict[str, list[Held]] = {}
+        for case in outcome.cases:
+            value = case.value
+            interval, wanted = (value.low, value.middle, value.high), (case.low, case.high)
+            row = (case.name, interval, wanted, case.holds)
+            shown.setdefault(UNITS.get(case.unit, case.unit.strip()), []).append(row)
+        found[claim.key] = HeldPanels(shown)
+    return found
+
+
 def _caption(name: str) -> str:
-    for prefix, words in (("language-", " Language model."), ("model-", " Of the given model.")):
-        if name.startswith(prefix):
-            return CAPTIONS[name.removeprefix(prefix)] + words
-    return CAPTIONS[name]
+    words = " Language model." if name.startswith("language-fig") else ""
+    return CAPTIONS.get(name.removeprefix("language-"), _CASES) + words
 
 
 def _setup(value: dict[str, Any]) -> str:
@@ -194,26 +202,51 @@ def _tables(value: dict[str, Any]) -> Iterator[Section]:
     if kind == "training":
         yield Section("Every run of the training study", header=SUMMARY_HEADER, rows=summary(value))
     if kind == "gradients":
-        yield _whole_table(value)
+        yield from _gradient_tables(value)
     if kind == "kernels" and value["backward"]:
         yield _gradients_table(value["backward"])
 
 
-def _whole_table(value: dict[str, Any]) -> Section:
-    """Returns the errors of the gradients of a whole model, by attention."""
-    rows = [
-        [title(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
-        for name, whole in value["whole"].items()
-    ]
+def _gradient_tables(value: dict[str, Any]) -> Iterator[Section]:
+    """Errors of the gradients of a whole model and of its tensors, and of the outputs."""
+    model, names = value["configuration"]["model"], list(value["whole"])
+    rows = [[title(name), *_shown(value["whole"][name])] for name in names]
     rows += [
         [title(name), f"not run: {reason}", "", ""] for name, reason in value["missing"].items()
     ]
-    name = f"Gradients of {value['configuration']['model']} against exact attention"
     text = (
         "Each attention against exact (FP64) attention in the same model, with 95 % bootstrap "
         "intervals over batches. Shares that batches have in common add up over steps."
     )
-    return Section(name, text, header=["attention", *MEASURES], rows=rows)
+    header = ["attention", *MEASURES.values()]
+    yield Section(f"Gradients of {model} against exact attention", text, header=header, rows=rows)
+    kinds: dict[str, list[dict[str, Any]]] = {}  # tensors whose names differ in a number alone
+    for tensor, found in value["layers"].items():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", tensor), []).append(found)
+    rows = [
+        [kind, title(name), *(_least_and_largest(found, name, measure) for measure in MEASURES)]
+        for kind, found in kinds.items()
+        for name in names
+    ]
+    name = "The same of its tensors, the least and the largest of a kind"
+    yield Section(name, header=["tensors", *header], rows=rows)
+    rows = [
+        [call, *(str(Interval.read(found[name])) if name in found else "-" for name in names)]
+        for call, found in value["forward"].items()
+    ]
+    header = ["call", *map(title, names)]
+    name = "Outputs of each call of attention on the same tensors: ‖output - exact‖ / ‖exact‖"
+    yield Section(name, header=header, rows=rows)
+
+
+def _least_and_largest(found: list[dict[str, Any]], name: str, measure: str) -> str:
+    middles = finite(tensor[name][measure][1] for tensor in found)
+    ends = dict.fromkeys((short(min(middles)), short(max(middles)))) if middles else ("-",)
+    return " to ".join(ends)
+
+
+def _shown(found: dict[str, list[float]]) -> list[str]:
+    return [str(Interval.read(found[measure])) for measure in MEASURES]
 
 
 def _gradients_table(points: list[dict[str, Any]]) -> Section:
