@@ -23,7 +23,7 @@ SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
 def run_rows(name: str, seconds: float = 600) -> dict[str, dict[str, Any]]:
     peer = find_attention(f"sample_attentions:{name}")
-    return dict(trial.try_rows(peer, ATTENTIONS["ours"], SMALL, seconds, lambda row: None))
+    return dict(trial.try_rows(peer, ATTENTIONS["ours"], SMALL, seconds))
 
 
 def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def test_ours_keeps_every_row() -> None:
     own = ATTENTIONS["ours"]
-    found = statuses(dict(trial.try_rows(own, own, SMALL, 600, lambda row: None)))
+    found = statuses(dict(trial.try_rows(own, own, SMALL, 600)))
     assert found.pop("workspace-256MB") == "not-applicable"
     assert set(found.values()) == {"kept"}
     assert list(found) == [row.id for row in rows.ROWS if row.id != "workspace-256MB"]
@@ -89,7 +89,7 @@ def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trial, "ROWS", [row])
     clock = itertools.count()
     sizes = dataclasses.replace(SMALL, batches=(2, 3))
-    found = dict(trial.try_rows(peer, ATTENTIONS["ours"], sizes, 0.5, lambda row: None))
+    found = dict(trial.try_rows(peer, ATTENTIONS["ours"], sizes, 0.5))
     assert found[row.id]["status"] == "broken"
     assert found[row.id]["cases"] == 1
     assert found[row.id]["counter_example"]

@@ -54,12 +54,15 @@ def _of_file(path: Path) -> Any:
     return module
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, without folders: results are published."""
-    line = next(iter(str(error).strip().splitlines()), "")
-    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line)
-
-
 def first_line_or_kind(error: BaseException) -> str:
-    """Returns the same; the kind of an error without words."""
-    return first_line(error) or type(error).__name__
+    """Returns the first line of an error's text, without folders: results are published.
+
+    Of an error without words, its kind.
+    """
+    line = next(iter(str(error).strip().splitlines()), "")
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line) or type(error).__name__
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Returns both."""
+    return f"{type(error).__name__}: {first_line_or_kind(error)}"

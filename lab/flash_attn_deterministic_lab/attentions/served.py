@@ -18,6 +18,21 @@ _NEEDS = {"packed", "block_table"}
 _WITHOUT = {*_NEEDS, GRADIENTS, "mask", "dropout_p"}
 
 
+def paged(
+    k: Tensor, v: Tensor, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts keys and values into pages in any order; returns pages of both, and the block table."""
+    batch, seqlen, *row = k.shape
+    count = -(-seqlen // size)
+    order = torch.randperm(batch * count, generator=generator, device=generator.device).to(k.device)
+    pages = []
+    for tensor in (k, v):
+        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - seqlen))
+        pages.append(padded.new_empty(batch * count, size, *row))
+        pages[-1][order] = padded.reshape(pages[-1].shape)
+    return pages[0], pages[1], order.view(batch, count).int()
+
+
 def served(attention: Attention) -> Attention:
     """Returns an attention's calls on packed queries and shuffled pages, with its plain signature.
 
@@ -36,23 +51,13 @@ def served(attention: Attention) -> Attention:
             batch, seqlen_q = q.shape[:2]
             if seqlens_k is None:
                 seqlens_k = torch.full((batch,), k.shape[1], dtype=torch.int32, device=q.device)
-            pages, order = -(-k.shape[1] // _PAGE), torch.Generator().manual_seed(batch)
-            table = torch.randperm(batch * pages, generator=order).int().to(q.device)
-
-            def paged(tensor: Tensor) -> Tensor:
-                room = pages * _PAGE - tensor.shape[1]
-                padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, room))
-                found = padded.new_empty(batch * pages, _PAGE, *tensor.shape[2:])
-                found[table.long()] = padded.reshape(found.shape)
-                return found
-
+            pages = paged(k, v, _PAGE, torch.Generator().manual_seed(batch))
             starts = torch.nn.functional.pad(seqlens_k.cumsum(0, dtype=torch.int32), (1, 0))
             counts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
             packed = Packed(counts * seqlen_q, starts, seqlen_q, int(seqlens_k.max()))
             out = function(
-                q.flatten(0, 1), paged(k), paged(v),
-                packed=packed, block_table=table.view(batch, pages), **options,
-            )  # fmt: skip
+                q.flatten(0, 1), *pages[:2], packed=packed, block_table=pages[2], **options
+            )
             return out.view(q.shape)
 
         return attend

@@ -63,17 +63,23 @@ def _mask(q: Tensor, k: Tensor, causal: bool, seqlens_k: Tensor | None) -> Tenso
 
 
 @contextmanager
-def deterministic_torch() -> Iterator[None]:
-    """torch.use_deterministic_algorithms, without an error where torch has no such algorithm."""
+def deterministic_algorithms() -> Iterator[None]:
+    """torch.use_deterministic_algorithms, with a warning where torch has no such algorithm."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextmanager
+def deterministic_torch() -> Iterator[None]:
+    """The same without a word."""
+    with warnings.catch_warnings(), deterministic_algorithms():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

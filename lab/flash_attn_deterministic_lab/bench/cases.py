@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -52,29 +52,36 @@ _USUAL = (
 )
 
 
-def _decode(draw: random.Random) -> Iterator[Case]:
+def _decode(draw: random.Random) -> tuple[Case, ...]:
     """Decode of one query, of a few that are verified at once, and from pages."""
-    for group in _turns(36, "one query", "several queries", "pages"):
-        yield _fitting(lambda group=group: Case(group, Shape(  # type: ignore[misc]
+
+    def case(group: str) -> Case:
+        shape = Shape(
             "decode", _between(draw, 1, 256), _between(draw, 1000, 131_072), *_heads(draw), True,
             seqlen_q=draw.randint(2, 16) if group == "several queries" else 1,
             page_size=draw.choice((16, 64)) if group == "pages" else 0,
-        )))  # fmt: skip
+        )  # fmt: skip
+        return Case(group, shape)
+
+    return _drawn(36, case, "one query", "several queries", "pages")
 
 
-def _paths(draw: random.Random) -> Iterator[Case]:
+def _paths(draw: random.Random) -> tuple[Case, ...]:
     """Calls of up to 16 queries, for which plans choose among four paths."""
     models = ((32, 8), (64, 8), (40, 8), (28, 4), (24, 8), (16, 16), (32, 1), (8, 1), (64, 2))
-    for seqlen_q in _turns(48, 1, 2, 4, 8, 16):
-        yield _fitting(lambda seqlen_q=seqlen_q: Case(  # type: ignore[misc]
-            "one query" if seqlen_q == 1 else "several queries",
-            Shape("decode", _between(draw, 1, 256), _between(draw, 300, 40_000),
-                  *draw.choice(models), draw.choice((64, 128, 256)), True, seqlen_q=seqlen_q,
-                  page_size=draw.choice((0, 16, 64))),
-        ))  # fmt: skip
+
+    def case(seqlen_q: int) -> Case:
+        shape = Shape(
+            "decode", _between(draw, 1, 256), _between(draw, 300, 40_000), *draw.choice(models),
+            draw.choice((64, 128, 256)), True, seqlen_q=seqlen_q,
+            page_size=draw.choice((0, 16, 64)),
+        )  # fmt: skip
+        return Case("one query" if seqlen_q == 1 else "several queries", shape)
+
+    return _drawn(48, case, 1, 2, 4, 8, 16)
 
 
-def _servers(draw: random.Random) -> Iterator[Case]:
+def _servers(draw: random.Random) -> tuple[Case, ...]:
     """Ragged batches as servers call them: queries packed, keys in pages."""
 
     def case(group: str) -> Case:
@@ -90,11 +97,10 @@ def _servers(draw: random.Random) -> Iterator[Case]:
         few = shape.batch * shape.nheads_k < 64 and min(lengths) >= 8000
         return Case(f"{group}, few long" if few and shape.kind == "decode" else group, shape)
 
-    for group in _turns(60, "prefill", "one query", "chunk", "one query", "several queries"):
-        yield _fitting(lambda group=group: case(group))  # type: ignore[misc]
+    return _drawn(60, case, "prefill", "one query", "chunk", "one query", "several queries")
 
 
-def _peers(kind: str, draw: random.Random) -> Iterator[Case]:
+def _peers(kind: str, draw: random.Random) -> tuple[Case, ...]:
     """Prefill or training: each head dim, padded ones too, from 128 to 131,072 tokens."""
 
     def case(group: str) -> Case:
@@ -116,13 +122,24 @@ def _peers(kind: str, draw: random.Random) -> Iterator[Case]:
         return Case(group, shape)
 
     groups = ["dense", "GQA", "packed", "dense", "window", *["chunk"] * (kind == "forward")]
-    for group in _turns(48, *groups):
-        yield _fitting(lambda group=group: case(group))  # type: ignore[misc]
+    return _drawn(48, case, *groups)
 
 
-def _turns(count: int, *groups: T) -> Iterator[T]:
-    """Yields groups, or numbers, in turns: a run that ends early has some of each."""
-    return itertools.islice(itertools.cycle(groups), count)
+def _drawn(count: int, case: Callable[[T], Case], *groups: T) -> tuple[Case, ...]:
+    """Draws cases of groups, or numbers, in turns: a run that ends early has some of each.
+
+    Each is drawn until it neither takes 60 ms of a GPU, or its memory, nor leaves it idle.
+    """
+    turns = itertools.islice(itertools.cycle(groups), count)
+    return tuple(next(filter(_fits, map(case, itertools.repeat(group)))) for group in turns)
+
+
+def _fits(case: Case) -> bool:
+    shape = case.shape
+    rows = sum(queries for queries, _ in shape.pairs_of_lengths) * shape.nheads * shape.head_dim
+    fits = shape.kv_bytes <= 2**32 and rows <= 2**30 and shape.flops <= 4e13
+    busy = shape.flops >= 2e10 and 4 <= shape.batch * shape.nheads <= 512
+    return fits and (shape.kind == "decode" or busy)
 
 
 def _between(draw: random.Random, least: int, most: int) -> int:
@@ -136,18 +153,6 @@ def _heads(draw: random.Random) -> tuple[int, int, int]:
     return (*draw.choice(models), draw.choice((64, 128, 128, 256)))
 
 
-def _fitting(case: Callable[[], Case]) -> Case:
-    """Draws until a shape neither takes 60 ms of a GPU, or its memory, nor leaves it idle."""
-    while True:
-        found = case()
-        shape = found.shape
-        rows = sum(queries for queries, _ in shape.pairs_of_lengths) * shape.nheads * shape.head_dim
-        fits = shape.kv_bytes <= 2**32 and rows <= 2**30 and shape.flops <= 4e13
-        busy = shape.flops >= 2e10 and 4 <= shape.batch * shape.nheads <= 512
-        if fits and (shape.kind == "decode" or busy):
-            return found
-
-
 _TORCH = ("sdpa-cudnn", "sdpa-flash")
 _PATHS = ("ours-one-cta", "ours-parts", "ours-few-rows", "ours-scores-first")
 STUDIES = {
@@ -155,18 +160,18 @@ STUDIES = {
                    tuple(Case(shape.kind, shape) for shape in _USUAL), ()),
     "cpu": Study("three small shapes, for a machine without a GPU", _CPU, ()),
     "decode": Study("decode, by CUDA graphs over caches larger than the L2 cache",
-                    tuple(_decode(random.Random(1))),
+                    _decode(random.Random(1)),
                     ("flash_attn", "fa3", "fa3-one-split", "read")),
     "paths": Study("calls of few queries beside each path forced, one of which a plan chooses",
-                   tuple(_paths(random.Random(5))), (*_PATHS, "fa3-one-split"), _PATHS),
+                   _paths(random.Random(5)), (*_PATHS, "fa3-one-split"), _PATHS),
     "servers": Study("ragged batches in pages, as servers call them",
-                     tuple(_servers(random.Random(2))), ("fa3-one-split", "fa3")),
+                     _servers(random.Random(2)), ("fa3-one-split", "fa3")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",
-                           tuple(_peers("forward", random.Random(3))),
+                           _peers("forward", random.Random(3)),
                            ("fa4", "fa3-one-split", "fa3", *_TORCH),
                            ("fa4", "fa3-one-split", "fa3", "sdpa-cudnn")),
     "peers-backward": Study("backward beside the fastest kernels for Hopper",
-                            tuple(_peers("backward", random.Random(4))),
+                            _peers("backward", random.Random(4)),
                             ("ours-atomics", "fa4-deterministic", "fa3-deterministic", "fa3",
                              *_TORCH),
                             ("fa4-deterministic", "fa3-deterministic", "sdpa-cudnn")),

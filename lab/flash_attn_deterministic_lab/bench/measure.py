@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..attentions import Attention
-from ..attentions.named import first_line
+from ..attentions.named import kind_and_line
 from ..errors import UnavailableError
 from ..shared.timing import capture, on_cpu, peak_memory, rotation, summary, within
 from .cases import KERNEL_HEAD_DIMS, Study
@@ -171,8 +171,8 @@ def _reason(error: BaseException) -> str:
     """
     while error.__cause__ is not None and not isinstance(error, UnavailableError):
         error = error.__cause__
-    sentence = re.split(r"(?<=\w)[.;] ", first_line(error))[0]
-    return textwrap.shorten(f"{type(error).__name__}: {sentence}", _REASON, placeholder=" ...")
+    sentence = re.split(r"(?<=\w)[.;] ", kind_and_line(error))[0]
+    return textwrap.shorten(sentence, _REASON, placeholder=" ...")
 
 
 def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..attentions import Packed
+from ..attentions.served import paged
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -118,24 +119,9 @@ class Problem:
         if packed:
             options["packed"] = Packed.of(seqlens_q, seqlens_k, device)
         if shape.page_size:
-            k, v, options["block_table"] = _paged(k, v, shape.page_size, generator)
+            k, v, options["block_table"] = paged(k, v, shape.page_size, generator)
         if shape.page_size and not packed:
             options["seqlens_k"] = torch.full(
                 (shape.batch,), shape.seqlen, dtype=torch.int32, device=device
             )
         return Problem(shape, q, k, v, dout, options)
-
-
-def _paged(
-    k: torch.Tensor, v: torch.Tensor, size: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cuts keys and values into pages in any order; returns pages of both, and the block table."""
-    batch, seqlen, *row = k.shape
-    count = -(-seqlen // size)
-    order = torch.randperm(batch * count, generator=generator, device=k.device)
-    pages = []
-    for tensor in (k, v):
-        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - seqlen))
-        pages.append(torch.empty(batch * count, size, *row, device=k.device, dtype=k.dtype))
-        pages[-1][order] = padded.reshape(batch * count, size, *row)
-    return pages[0], pages[1], order.view(batch, count).int()

@@ -56,13 +56,7 @@ def add_command(commands: _Parsers) -> None:
     _option(training, "--seconds", None, "start no run that would end later", type=float)
 
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
-    _option(forward, "--preset", "paper,kernel,tree", "or lines, fa4-steps, fp8; with commas",
-            type=_names)  # fmt: skip
-    _option(forward, "--figures", "all", "3, 4, 5, 6c, ablation, backward; or all",
-            type=_names)  # fmt: skip
-    _option(forward, "--inputs", (), "distributions", type=_names)
     _option(forward, "--seeds", 8, "draws per point")
-    _option(forward, "--head-dim", 64, "of the inputs")
     _option(forward, "--quick", False, "fewer points: less than a minute")
 
     kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
@@ -221,16 +215,9 @@ def _weights(arguments: argparse.Namespace) -> None:
 
 
 def _forward(arguments: argparse.Namespace) -> None:
-    from .forward.inputs import DISTRIBUTIONS
-    from .forward.plan import FIGURES, Plan, quick_plan, run_forward
+    from .forward.plan import Plan, quick_plan, run_forward
 
-    plan = Plan(
-        presets=arguments.preset,
-        figures=tuple(FIGURES) if arguments.figures == ("all",) else arguments.figures,
-        inputs=arguments.inputs or DISTRIBUTIONS,
-        seeds=arguments.seeds,
-        head_dim=arguments.head_dim,
-    )
+    plan = Plan(seeds=arguments.seeds)
     run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
 
 

@@ -115,6 +115,7 @@ def _fill(
     board = {one["name"]: one for one in record["attentions"]}
     for name, row, result in try_all(attentions, sizes, arguments.seconds, arguments.jobs):
         board[name]["rows"][row] = result
+        print(f"{board[name]['title']}: {row}", file=sys.stderr)
         _write(arguments.out, record)
     # The CPU runs the reference, whose times mean nothing. "-served" copies keys into pages first.
     timed = [one for one in attentions if not one.name.endswith(SUFFIX)]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..attentions import find_attention
 from ..attentions.attention import GRADIENTS, Attention
-from ..attentions.named import first_line
+from ..attentions.named import kind_and_line
 from ..bench.compare import compare
 from ..shared.bits import difference
 from ..shared.commands import variable
@@ -31,7 +29,6 @@ def try_rows(
     expected: Attend,
     sizes: Sizes,
     seconds: float,
-    on_row: Callable[[str], None],
     rows: Sequence[Row] = ROWS,
 ) -> Iterator[tuple[str, Result]]:
     """Runs rows.
@@ -41,7 +38,6 @@ def try_rows(
         expected: computes the same function, up to roundings.
         sizes: of the problems.
         seconds: after which no further case of a row starts; its first one always does.
-        on_row: called with the id of each row that starts.
         rows: which; every one unless given.
 
     Yields:
@@ -51,7 +47,6 @@ def try_rows(
     with attention.inside():
         problem = _other_function(attention, expected, sizes)
         for row in rows:
-            on_row(row.id)
             if problem:
                 yield row.id, _result(RAISED, reason=problem)
             else:
@@ -72,8 +67,7 @@ def try_all(
     first = attentions[0]
     if jobs == 1:
         for one in attentions:
-            show = functools.partial(_show, one.title)
-            for row_id, result in try_rows(one, first, sizes, seconds, show):
+            for row_id, result in try_rows(one, first, sizes, seconds):
                 yield one.name, row_id, result
         return
     context = multiprocessing.get_context("spawn")
@@ -90,20 +84,15 @@ def try_all(
                 try:
                     result = done.result()
                 except concurrent.futures.BrokenExecutor as error:  # a call killed its process
-                    result = _result(NOT_RUN, reason=reason_of(error))
-                _show(one.title, ROWS[row].id)
+                    result = _result(NOT_RUN, reason=kind_and_line(error)[:300])
                 yield one.name, ROWS[row].id, result
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _show(title: str, row_id: str) -> None:
-    print(f"{title}: {row_id}", file=sys.stderr)
-
-
 def _one_row(name: str, expected: str, sizes: Sizes, seconds: float, row: int) -> Result:
     attention, rows = find_attention(name), [ROWS[row]]
-    found = try_rows(attention, find_attention(expected), sizes, seconds, lambda _: None, rows)
+    found = try_rows(attention, find_attention(expected), sizes, seconds, rows)
     return next(result for _, result in found)
 
 
@@ -149,7 +138,9 @@ def _try(row: Row, attention: Attention, sizes: Sizes, end: float) -> Result:
                     if differs is not None and found is None:
                         found = f"{name}, {what}: {differs.words}"
             except Exception as error:
-                return _result(RAISED, tried, equal, f"{name}: {reason_of(error)}", example)
+                return _result(
+                    RAISED, tried, equal, f"{name}: {kind_and_line(error)[:300]}", example
+                )
             tried += 1
             equal += found is None
             example = example or found
@@ -166,10 +157,5 @@ def _other_function(attend: Attend, expected: Attend, sizes: Sizes) -> str:
         with torch.no_grad():
             compare([attend(*inputs, causal=True)], [expected(*inputs, causal=True)])
     except Exception as error:
-        return reason_of(error)
+        return kind_and_line(error)[:300]
     return ""
-
-
-def reason_of(error: BaseException) -> str:
-    """Returns the kind and the first line of an exception."""
-    return f"{type(error).__name__}: {first_line(error)}"[:300]

@@ -36,8 +36,7 @@ def test_distances_beside_known_ones(tmp_path: Path) -> None:
     found = value["checkpoints"]["step-1.pt"]
     assert found["B"]["max_difference"] == pytest.approx(0.1, rel=1e-3)
     assert found["B"]["wasserstein"] == pytest.approx(0.1, rel=1e-3)
-    expected = (0.1 * math.sqrt(6) / math.sqrt(55) + 0.1 + 0.1) / 3
-    assert found["B"]["l2"] == pytest.approx(expected, rel=1e-3)
+    assert found["B"]["l2"] == pytest.approx(0.1 * math.sqrt(18 / (55 + 6 + 6)), rel=1e-3)
     assert found["data"]["l1"] == pytest.approx(0.4, rel=1e-3)
     assert found["d"]["l1"] == 0
     assert json.loads((tmp_path / "out" / "weights.json").read_text())["kind"] == "weights"
@@ -56,7 +55,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
     value = compare_runs(tmp_path / "a", tmp_path / "b", {}, tmp_path / "out")
     # Shards are one checkpoint: two matrices differ by their own size, two are equal.
     assert list(value["checkpoints"]) == ["model.safetensors"]
-    assert value["checkpoints"]["model.safetensors"]["B"]["l2"] == 0.5
+    assert value["checkpoints"]["model.safetensors"]["B"]["l2"] == pytest.approx(0.5**0.5)
 
 
 def test_two_files_need_no_common_name(tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_the_command_prints_distances(tmp_path: Path, capsys: pytest.CaptureFixt
     a, b, c = (_run(tmp_path / name, x) for name, x in zip("abc", (0, 0.1, 0.2), strict=True))
     arguments = ["deviation", "weights", str(a), str(b), "--reference", f"init={c}"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "step-1.pt init: l2 " in capsys.readouterr().out
+    assert "step-1.pt init: max_difference " in capsys.readouterr().out
 
 
 def test_padding_does_not_count(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..numbers.metrics import wasserstein
+from ..numbers.metrics import distances
 from ..study.files import new_result, write_result
 from .target import read_weights
 
-MEASURES = ("l2", "l1", "max_difference", "wasserstein")
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 # What trainers write beside the weights.
 _NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")
@@ -36,9 +34,8 @@ def compare_runs(
         out: folder of weights.json.
 
     Returns:
-        weights.json: {"checkpoints": {name: {run: {measure: mean over weight matrices}}},
-        "without": {reference: [checkpoints that it lacks]}}. Measures: l2 (|w - w'| / |w'|), l1,
-        max_difference and the Wasserstein distance of the entries.
+        weights.json: {"checkpoints": {name: {run: `distances` of the weight matrices}}, "without":
+        {reference: [checkpoints that it lacks]}}.
 
     Raises:
         ArgumentError: a folder without checkpoints, no names in common, other tensors or shapes,
@@ -94,7 +91,6 @@ def _matrices(files: Files) -> dict[str, torch.Tensor]:
 
 
 def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, float]:
-    result: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     weights = _matrices(files)
     here, there = ({(n, tuple(t.shape)) for n, t in found.items()} for found in (weights, base))
     if here != there:
@@ -104,14 +100,7 @@ def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, float]:
             f"{files[0]}: expected the weight matrices of run A; only A has {only_a}, only this "
             f"one {only_here}"
         )
-    for name, right in base.items():
-        left = weights[name]
-        size = (left.double() - right.double()).abs()
-        result["l2"].append(float(size.norm() / right.double().norm().clamp(min=1e-300)))
-        result["l1"].append(float(size.mean()))
-        result["max_difference"].append(float(size.max()))
-        result["wasserstein"].append(wasserstein(left, right))
-    return {measure: statistics.fmean(found) for measure, found in result.items()}
+    return distances([weights[name] for name in base], list(base.values()))
 
 
 def parse_references(texts: Iterable[str]) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...attentions.named import first_line
+from ...attentions.named import kind_and_line
 from ...cli import check_device
 from ...errors import ArgumentError
 from ..attentions.masks import Call
@@ -173,7 +173,7 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
             try:
                 value[name] = part(plan)
             except Exception as error:
-                value["failed"][name] = f"{type(error).__name__}: {first_line(error)}"
+                value["failed"][name] = kind_and_line(error)
             value["seconds"][name] = time.monotonic() - start
             if len(value["failed"]) < len(value["seconds"]):
                 write_result(folder, value)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
+
 import torch
 
 from ...errors import ArgumentError
@@ -56,6 +60,25 @@ def deviation(
         "bias": difference.mean(1),
     }
     return {name: values[name].tolist() for name in METRICS}
+
+
+def distances(mine: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Measures how far weight matrices are from others of the same shapes, one by one.
+
+    Returns:
+        "max_difference", "wasserstein" and "l1" (of an element), means over the matrices; "l2":
+        |w - w'| / |w'| of all together.
+    """
+    pairs = zip(mine, other, strict=True)
+    sizes = [(left.double() - right.double()).abs() for left, right in pairs]
+    squares = sum(float(size.square().sum()) for size in sizes)
+    norm = sum(float(right.double().square().sum()) for right in other)
+    return {
+        "max_difference": statistics.fmean(float(size.max()) for size in sizes),
+        "wasserstein": statistics.fmean(map(wasserstein, mine, other)),
+        "l1": statistics.fmean(float(size.mean()) for size in sizes),
+        "l2": math.sqrt(squares / max(norm, 1e-300)),
+    }
 
 
 def wasserstein(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -24,9 +24,7 @@ def title(name: str) -> str:
 
 def inputs_of(points: Points) -> list[str]:
     """Returns the distributions of a figure's cells, in a fixed order."""
-    found = {cell.inputs for cell, _ in points}
-    order = [name for name in DISTRIBUTIONS if name in found]
-    return order + sorted(found - set(order))
+    return [name for name in DISTRIBUTIONS if any(cell.inputs == name for cell, _ in points)]
 
 
 def presets_of(points: Points) -> list[str]:

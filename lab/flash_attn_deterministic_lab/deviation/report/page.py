@@ -12,9 +12,10 @@ from typing import Any
 from ...errors import ArgumentError
 from ...pictures import Held, HeldPanels, Panels, draw_all
 from ...shared.document import Document, Section, html, markdown
+from ...shared.files import write_files
 from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, finite, median_interval, short
-from ..study.files import SCHEMA, read_result, write_result, write_text
+from ..study.files import SCHEMA, read_result, write_result
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS, judge_all
 from .judging import MARKS, Claim, Outcome, evidence_of, is_quick, study_of
@@ -106,12 +107,10 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         f"below: {found}. Brackets: 95 % intervals over draws, seeds or batches. "
         "What the words mean: docs/deviation.md."
     )
-    page, text = out / "report.html", out / "report.md"
     document = Document(TITLE, intro, sections)
-    write_text(page, html(document))
-    write_text(text, markdown(document, out))
+    write_files(out, {"report.html": html(document), "report.md": markdown(document, out)})
     write_result(out, _record(judged, values))
-    return [page, text, out / "deviation.json"]
+    return [out / name for name in ("report.html", "report.md", "deviation.json")]
 
 
 def _record(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...attentions.torchs import deterministic_algorithms
+
 
 class Progress:
     """Counts to `total`, and says on standard error, every few seconds, how far a study is."""
@@ -72,19 +74,15 @@ def repeatable(device: str = "cpu", fill: bool = False) -> Iterator[list[str]]:
     """
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, deterministic_algorithms():
         warnings.simplefilter("default")
-        torch.use_deterministic_algorithms(True, warn_only=True)
         memory.fill_uninitialized_memory = fill
         try:
             yield found
         finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
             memory.fill_uninitialized_memory = filled
     for warning in caught:
         text = str(warning.message).splitlines()[0]

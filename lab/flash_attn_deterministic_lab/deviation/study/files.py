@@ -48,15 +48,6 @@ def load_tensors(path: Path, expected: str) -> Any:
         raise ArgumentError(f"{expected}, got {path}: {reason}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
-    write_files(path.parent, {path.name: text})
-
-
 def check_writable(folder: Path) -> None:
     """Fails before a study computes what it could not write.
 
@@ -77,7 +68,7 @@ def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") ->
 def write_result(folder: Path, value: dict[str, Any], digits: int = 4) -> None:
     """Writes KIND.json: numbers to so many digits, NaN and infinities as null."""
     text = json.dumps(_plain(value, digits), separators=(",", ":"))
-    write_text(folder / f"{value['kind']}.json", text + "\n")
+    write_files(folder, {f"{value['kind']}.json": text + "\n"})
 
 
 def read_result(folder: Path, kind: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from ..attentions.registry import find_attention
 from ..numbers.formats import parse_format
-from ..numbers.metrics import wasserstein
+from ..numbers.metrics import distances
 from ..study.environment import autocast
 from .workload import Workload, find_workload
 
@@ -69,24 +69,12 @@ def compare(mine: State, other: State) -> dict[str, float]:
     """Compares two models.
 
     Returns:
-        max_difference, wasserstein, l1: the largest elementwise difference, the 1-Wasserstein
-        distance of the two sets of entries, the mean elementwise difference, in units of the
-        weights, mean over matrices; l2: |w - w'| / |w'| over all matrices; function: the root mean
-        square difference of outputs over the standard deviation of the other's.
+        `distances` of their weights; "function": the root mean square difference of outputs over
+        the standard deviation of the other's.
     """
-    sizes = [(left - right).abs() for left, right in zip(mine.weights, other.weights, strict=True)]
-    squares = sum(float(size.double().square().sum()) for size in sizes)
-    norm = sum(float(right.double().square().sum()) for right in other.weights)
     spread = float(other.outputs.double().std())
     moved = (mine.outputs - other.outputs).double().square().mean().sqrt()
-    count = len(sizes)
-    return {
-        "max_difference": sum(float(size.max()) for size in sizes) / count,
-        "wasserstein": sum(map(wasserstein, mine.weights, other.weights)) / count,
-        "l1": sum(float(size.double().mean()) for size in sizes) / count,
-        "l2": math.sqrt(squares / norm),
-        "function": float(moved) / spread,
-    }
+    return {**distances(mine.weights, other.weights), "function": float(moved) / spread}
 
 
 def nudged(model: torch.nn.Module) -> torch.nn.Parameter:

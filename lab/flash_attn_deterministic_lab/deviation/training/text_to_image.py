@@ -83,8 +83,6 @@ class Size:
 SIZES = {
     "tiny": Size(side=16, patch=4, width=32, depth=2, heads=2, batch=8),
     "small": Size(side=24, patch=3, width=64, depth=4, heads=4, batch=16),
-    "medium": Size(side=64, patch=4, width=384, depth=8, heads=6, batch=64),
-    "large": Size(side=128, patch=4, width=768, depth=12, heads=12, batch=32),
 }
 
 
