@@ -29,6 +29,18 @@ def replacing(path: Path) -> Iterator[BufferedWriter]:
         Path(name).unlink(missing_ok=True)
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Makes a folder beside a path; it takes the path's place if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
+        (made := Path(work, "new")).mkdir()
+        yield made
+        if path.exists():
+            path.rename(Path(work, "old"))
+        made.rename(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file, whole or not at all."""
     with replacing(path) as file:

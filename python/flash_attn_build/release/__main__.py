@@ -7,14 +7,13 @@ import html
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..compile import manifest
 from ..errors import RefusedError, exit_status
-from ..files import ROOT, sha256_of, write_json, write_text
+from ..files import ROOT, replacing_folder, sha256_of, write_json, write_text
 from . import attestations
 from .gate import Verdict, find_runs, find_wheels, gpu_test_modules, judge
 from .policy import POLICY
@@ -36,11 +35,9 @@ def release(
     shutil.rmtree(out, ignore_errors=True)
     (out.parent / RESULT).unlink(missing_ok=True)
     repository, commit, tag = attested or ("", "", "")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
-        made = Path(name, "made")
+    with replacing_folder(out) as made:
         assets, index = made / "assets", made / "package-index"
-        assets.mkdir(parents=True)
+        assets.mkdir()
         index.mkdir()
         # Copies, so that what is judged is what is published.
         for wheel in find_wheels(dist):
@@ -62,7 +59,6 @@ def release(
             write_json(out.parent / RESULT, test_result(verdicts, failed, root, assets))
         if problems:
             raise RefusedError("not published, because of\n" + "\n".join(problems))
-        made.rename(out)
     for verdict in verdicts.values():
         print(f"{verdict.wheel.path.name}: {verdict.wheel.sha256}: the gate is open")
 

@@ -26,7 +26,7 @@ from packaging.utils import parse_wheel_filename
 
 from ..compile import manifest
 from ..errors import RefusedError, exit_status
-from ..files import ROOT, sha256_of, write_json, write_text
+from ..files import ROOT, replacing_folder, sha256_of, write_json, write_text
 from ..wheel.dist_info import PACKAGE
 from .attestations import check_built, check_passed, gh, verify
 from .gate import find_wheels
@@ -49,15 +49,13 @@ def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None)
     Releases are folders of their files, named by their tags. `out` is replaced as a whole. Wheels
     must have the attestations of the repository; None: they are not checked.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
-        made = Path(name, "index")
+    with replacing_folder(out) as made:
         files: dict[str, list[dict[str, Any]]] = {}
         for folder in release_dirs:
+            source = f"--source-ref=refs/tags/{folder.name}"
             _check_files(folder)
             for wheel in find_wheels(folder):
                 if repository is not None:
-                    source = f"--source-ref=refs/tags/{folder.name}"
                     check_built([wheel, manifest.path_of(wheel)], repository, source)
                     check_passed(wheel, repository, folder.name)
                 label = parse_wheel_filename(wheel.name)[1].local or ""
@@ -73,9 +71,6 @@ def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None)
             raise RefusedError("the index would be empty: there is no release")
         for label, listed in files.items():
             _write_pages(made / label / "simple", listed)
-        if out.exists():
-            out.rename(Path(name, "old"))
-        made.rename(out)
 
 
 def _check_files(folder: Path) -> None:

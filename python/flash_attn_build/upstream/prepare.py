@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RefusedError, SettingError, ToolchainError
-from ..files import read_tree, sha256_of, tree_sha256, write_json
+from ..files import read_tree, replacing_folder, sha256_of, tree_sha256, write_json
 from .pin import REFRESH, Pin, found_patches
 from .source import find_archive, read_archive
 
@@ -53,18 +53,13 @@ def prepare(
     patches = pin.patch_files() if patched else []
     wanted = pin.patched_tree_sha256 if patched else pin.tree_sha256
     try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
         if not _holds(dest, wanted):
-            with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
-                tree = Path(work, "new")
+            with replacing_folder(dest) as tree:
                 if (found := _make(tree, pin, patches, environ)) != wanted:
                     raise RefusedError(
                         f"{pin.path}: expected a tree of sha256 {wanted}, but release and "
                         f"patches make {found}; look at what they change, then {REFRESH}"
                     )
-                if dest.exists():
-                    dest.rename(Path(work, "old"))
-                tree.rename(dest)
     except OSError as error:
         raise ToolchainError(
             f"{dest}: cannot be written ({error.strerror}); free some space, or choose another "
