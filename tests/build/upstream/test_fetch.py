@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.errors import RefusedError, ToolchainError
-from flash_attn_build.files import write_text
+from flash_attn_build.files import sha256_of, write_text
 from flash_attn_build.upstream import fetch
 from flash_attn_build.upstream.pin import Pin
 from stand_ins import static
-from upstream_samples import SDIST, make_index
+from upstream_samples import FILES, SDIST, make_archive, make_index
 
 Download = Callable[..., bytes]
 
@@ -84,8 +84,14 @@ def test_what_is_not_there_is_said_without_a_password(
     assert "pip.conf" in told(**{"no": "section\n[global"})
 
 
-def test_wrong_bytes(pin: Pin, archive: Path, download: Download) -> None:
-    archive.write_bytes(b"other")
-    with static(archive.parent) as url, pytest.raises(RefusedError, match="d9298a10") as caught:
+def test_other_bytes_are_refused_before_they_can_do_anything(
+    pin: Pin, archive: Path, tmp_path: Path, download: Download
+) -> None:
+    """Here: as a build backend of their own, which no stand-in keeps from running."""
+    backend = '[build-system]\nrequires = []\nbuild-backend = "evil"\nbackend-path = ["."]\n'
+    evil = f"open({str(tmp_path / 'evil')!r}, 'w')\n"
+    make_archive(archive, {**FILES, "pyproject.toml": backend, "evil.py": evil})
+    with static(archive.parent) as url, pytest.raises(RefusedError) as caught:
         download(no_index="1", find_links=f"{url}/")
-    assert pin.sha256 in str(caught.value)
+    assert f"Expected sha256 {pin.sha256} Got {sha256_of(archive)}" in str(caught.value)
+    assert not (tmp_path / "evil").exists()
