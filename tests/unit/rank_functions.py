@@ -727,8 +727,7 @@ def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
 
     class Counting(exchange.Arriving):
         def __init__(self, ranks_: Any, route: Any, given: Any, what: str) -> None:
-            received = route.received
-            got.append(received.total - received.counts[ranks_.rank])
+            got.append(route.received.others)
             super().__init__(ranks_, route, given, what)
 
     with _instead(passes, Arriving=Counting):

@@ -27,7 +27,8 @@ class Places:
     """Rows of a tensor, in the order of the ranks that they go to or come from.
 
     Args:
-        counts: rows of each rank.
+        own: rows of this rank.
+        counts: of each other one.
         at: where pieces of rows begin.
         length: of these.
         head: of each piece, the part of the heads; with `parts` > 1.
@@ -36,20 +37,18 @@ class Places:
 
     def __init__(
         self,
+        own: int,
         counts: Sequence[int],
         at: Numbers,
         length: Numbers,
         head: Numbers | None = None,
         parts: int = 1,
     ) -> None:
-        self.counts, self.total, self.parts = counts, sum(counts), parts
+        self.counts, self.others, self.parts = counts, sum(counts), parts
+        self.total = own + self.others
         self._pieces = at, length, torch.zeros_like(at) if head is None else head
         self._index: dict[Key, torch.Tensor] = {}
         self._inverse: dict[Key, torch.Tensor] = {}
-
-    def of_others(self, rank: int) -> list[int]:
-        """Returns the rows of each rank but this one."""
-        return [*self.counts[:rank], 0, *self.counts[rank + 1 :]]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """Returns the rows: `parts` for each token."""
@@ -127,39 +126,41 @@ class Arriving:
     """
 
     def __init__(self, ranks: Ranks, route: Route, given: Sequence[Heads], what: str) -> None:
-        self._route, self._given = route, given
+        self._route = route
+        self._shapes = [(one.tensor.dtype, one.size, one.tensor.shape[2]) for one in given]
         sent, received = route.sent, route.received
         device = given[0].tensor.device
         rows = [one.rows(sent.parts) for one in given]
         self._widths = [one.shape[1] for one in rows]
         self._widths.append(-sum(self._widths) % _ALIGN)
-        others = received.total - received.counts[ranks.rank]
-        leaving = sent.total - sent.counts[ranks.rank]
         has_gaps = received.total < route.room
         # Rows that stay here are between the sent ones and the others that arrive.
-        data = rows[0].new_empty((sent.total + others + has_gaps, sum(self._widths)))
+        data = rows[0].new_empty((sent.total + received.others + has_gaps, sum(self._widths)))
         if route.is_back:
-            packed, going, arriving = data[others:], data[received.total :], data[:others]
+            packed, going, arriving = (
+                data[received.others :],
+                data[received.total :],
+                data[: received.others],
+            )
         else:
-            packed, going = data[: sent.total], data[:leaving]
-            arriving = data[sent.total : sent.total + others]
+            packed, going = data[: sent.total], data[: sent.others]
+            arriving = data[sent.total : sent.total + received.others]
             if has_gaps:
                 data[-1].zero_()
         index = [sent.index(device)]
         for one, part in zip(rows, packed.split_with_sizes(self._widths, 1), strict=False):
             _gather(one, index, out=part)
         # What arrives, and what stays here, is from this row.
-        self._data, self._first = data, 0 if route.is_back else leaving
-        to, by = sent.of_others(ranks.rank), received.of_others(ranks.rank)
-        self._pending = ranks.all_to_all(going, arriving, to, by, what)
+        self._data, self._first = data, 0 if route.is_back else sent.others
+        self._pending = ranks.all_to_all(going, arriving, sent.counts, received.counts, what)
 
     def new(self) -> list[torch.Tensor]:
         """Returns what arrived as new tensors (room, heads, width), with zeros in the gaps."""
         received, room = self._route.received, self._route.room
         index = received.inverse(self._data.device, room, self._first)
         found = []
-        for (tensor, _, count), part in zip(self._given, self._parts(self._data), strict=False):
-            found.append(part[index].view(tensor.dtype).view(room, count, tensor.shape[2]))
+        for (dtype, *shape), part in zip(self._shapes, self._parts(self._data), strict=False):
+            found.append(part[index].view(dtype).view(room, *shape))
         return found
 
     def into(self, targets: Sequence[Heads]) -> None:

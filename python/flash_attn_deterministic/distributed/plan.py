@@ -515,12 +515,13 @@ class _Planner:
         head = members.repeat(length.numel())
         last = torch.where(to == rank, ranks, to)
         length = length.repeat_interleave(degree)
-        sent = _places(ranks, to, last, at, length, head, degree)
+        sent = _places(rank, ranks, to, last, at, length, head, degree)
         wanted = wanted.select(wanted.rank == team)
         found = overlaps(own, wanted.begin, wanted.end)
         at = wanted.at[found.want] + found.begin - wanted.begin[found.want]
         by = own.rank[found.part]
-        received = _places(ranks, by, torch.where(by == rank, -1, by), at, found.end - found.begin)
+        order = torch.where(by == rank, -1, by)
+        received = _places(rank, ranks, by, order, at, found.end - found.begin)
         ends = wanted.at + wanted.end - wanted.begin
         return Route(sent, received, int(ends.max()) if ends.numel() else 0)
 
@@ -696,6 +697,7 @@ def _aligned(first: int, last: int, is_end: bool) -> Iterator[tuple[int, int]]:
 
 
 def _places(
+    rank: int,
     ranks: int,
     other: Numbers,
     order: Numbers,
@@ -704,7 +706,8 @@ def _places(
     head: Numbers | None = None,
     parts: int = 1,
 ) -> Places:
-    """Returns pieces, sorted, and rows of each other rank."""
+    """Returns the places of pieces, sorted, and how many rows are of which rank."""
     counts = _summed(ranks, other, length).tolist()
     by = order.argsort(stable=True)
-    return Places(counts, at[by], length[by], None if head is None else head[by], parts)
+    own, counts[rank] = counts[rank], 0
+    return Places(own, counts, at[by], length[by], None if head is None else head[by], parts)

@@ -67,7 +67,8 @@ def _rows(places: Places, rank: int, last: int) -> dict[int, torch.Tensor]:
     """Returns the rows of each rank; this rank's are the last or the first ones."""
     others = [other for other in range(len(places.counts)) if other != rank]
     order = [*others, rank] if last == rank else [rank, *others]
-    counts = [places.counts[other] for other in order]
+    own = places.total - places.others
+    counts = [own if other == rank else places.counts[other] for other in order]
     rows = torch.split_with_sizes(places.index(torch.device("cpu")), counts)
     return dict(zip(order, rows, strict=True))
 
