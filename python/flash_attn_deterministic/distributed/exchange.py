@@ -137,11 +137,8 @@ class Arriving:
         # Rows that stay here are between the sent ones and the others that arrive.
         data = rows[0].new_empty((sent.total + received.others + has_gaps, sum(self._widths)))
         if route.is_back:
-            packed, going, arriving = (
-                data[received.others :],
-                data[received.total :],
-                data[: received.others],
-            )
+            packed, going = data[received.others :], data[received.total :]
+            arriving = data[: received.others]
         else:
             packed, going = data[: sent.total], data[: sent.others]
             arriving = data[sent.total : sent.total + received.others]
