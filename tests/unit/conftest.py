@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from flash_attn_deterministic.schemas import BACKWARD
 def dynamo() -> None:
     """Forgets what was compiled before."""
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[str]:
+    """The name of a process group of this process alone."""
+    dist: Any = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Agreement:
     this rank makes them.
 
     Args:
-        group: with at least two ranks, this one among them.
+        group: with this rank among its ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -144,10 +144,11 @@ class Agreement:
 
         Args:
             error: of this rank.
-            begun: whether messages may have been sent; then the group can't be used any more.
+            begun: whether messages may have been sent; then a group of several ranks can't be used
+                any more.
         """
         text = f"{type(error).__name__}: {error}"[:_TEXT]
-        if not begun:
+        if not begun or self.size == 1:
             self._tell(self._calls, {"error": text})
             self._calls += 1
         else:

@@ -33,7 +33,7 @@ class CallSpec(NamedTuple):
     """The numbers of a call, checked, with all defaults filled in: the last arguments of the ops.
 
     Args:
-        group: name of the process group; "": this process alone.
+        group: name of the process group.
         order: of the tokens; in ORDERS.
         ulysses_degree: ranks over which heads are divided; 0: the planner chooses.
         heads_k: KV heads computed at a time; 0: the planner chooses.
@@ -110,7 +110,7 @@ def _sequence_fwd(
 ) -> Outputs:
     spec = CallSpec(*numbers)
     ranks = Ranks.named(spec.group)
-    with ranks.taking_part():
+    with ranks.agreement.taking_part():
         plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
         out, softmax_lse = passes.forward(
             ranks, plan, _packed(q), _packed(k), _packed(v), spec.options, learnable_sink
@@ -134,7 +134,7 @@ def _sequence_bwd(
 ) -> Gradients:
     spec, forward = CallSpec(*numbers[:-1]), numbers[-1]
     ranks = Ranks.named(spec.group)
-    with ranks.taking_part():
+    with ranks.agreement.taking_part():
         check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
         if not spec.deterministic_bwd:
             alert_atomics(q.device)
@@ -161,9 +161,7 @@ def _agreed(
 ) -> Plan:
     """Checks that all ranks make the same call, and returns the plan of it."""
     shape, facts = known(ranks, q, k, cu_seqlens, spec)
-    if ranks.agreement is not None:
-        follows = spec.backward and forward is None
-        ranks.agreement.agree(call, facts, follows, forward)
+    ranks.agreement.agree(call, facts, spec.backward and forward is None, forward)
     try:
         if spec.has_sink and shape.has_blind_rows:
             raise UnsupportedError(
@@ -330,8 +328,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.set_materialize_grads(False)
     ctx.forward = -1
     if type(output[0]) is torch.Tensor:
-        agreed = Ranks.named(ctx.spec.group).agreement
-        ctx.forward = -1 if agreed is None else agreed.last
+        ctx.forward = Ranks.named(ctx.spec.group).agreement.last
 
 
 def _backward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -27,17 +26,11 @@ def _backends(group: dist.ProcessGroup) -> str:
 
 
 class Ranks:
-    """The ranks of a process group, with this process among them.
+    """The ranks of a process group, with this process among them."""
 
-    Args:
-        group: the process group; None: this process alone.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.name = "" if group is None else group.group_name
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.name = group, group.group_name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._can_send: set[str] = set()
 
     @classmethod
@@ -52,25 +45,20 @@ class Ranks:
 
     @classmethod
     def named(cls, name: str) -> Ranks:
-        """Returns the ranks of the group with a name; "": this process alone."""
+        """Returns the ranks of the group with a name."""
         c10d: Any = dist.distributed_c10d
-        return cls.of(c10d._resolve_process_group(name)) if name else cls(None)
+        return cls.of(c10d._resolve_process_group(name))
 
     @functools.cached_property
-    def agreement(self) -> Agreement | None:
-        """What the ranks have agreed on; None of one rank."""
-        return None if self.group is None or self.size <= 1 else Agreement(self.group)
-
-    def taking_part(self) -> contextlib.AbstractContextManager[None]:
-        """Tells the other ranks of an error in a call."""
-        return contextlib.nullcontext() if self.agreement is None else self.agreement.taking_part()
+    def agreement(self) -> Agreement:
+        """What the ranks have agreed on."""
+        return Agreement(self.group)
 
     @functools.cached_property
     def in_one_machine(self) -> bool:
         """Whether all ranks are on one machine, as torchrun numbers them."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
-        members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        return len({member // local for member in members}) == 1
+        return len({member // local for member in dist.get_process_group_ranks(self.group)}) == 1
 
     @functools.cached_property
     def _host_waits(self) -> bool:
@@ -86,7 +74,7 @@ class Ranks:
             UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices, or
                 another device.
         """
-        if self.group is None or device.type in self._can_send:
+        if device.type in self._can_send:
             return
         if self.rank < 0:
             raise ArgumentError("group: expected one that this process is a rank of")
@@ -136,7 +124,6 @@ class Ranks:
         if device.type == "cpu" or self._host_waits:
             # With looks for errors of other ranks, and without NCCL's own way to end a wait, which
             # may wait for the other rank again.
-            assert self.agreement is not None
             self.agreement.wait_for(work)
         work.wait()
 
@@ -149,8 +136,7 @@ class Ranks:
                 "ended, is late by more than the group's timeout, or makes another call; the "
                 f"backend says: {error}"
             )
-        if self.agreement is not None:
-            self.agreement.lose(found)
+        self.agreement.lose(found)
         raise found from (None if found is error else error)
 
 
@@ -189,9 +175,8 @@ def report(error: Exception, group: Any) -> None:
         return
     c10d: Any = dist.distributed_c10d
     for one in [*c10d._world.pg_map] if group is None else [group]:
-        agreed = Ranks.of(one).agreement
-        if agreed is not None:
-            agreed.report(error)
+        if dist.get_rank(one) >= 0:
+            Ranks.of(one).agreement.report(error)
 
 
 def find_group(group: Any, mesh: Any) -> dist.ProcessGroup:

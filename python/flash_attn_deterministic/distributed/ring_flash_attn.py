@@ -187,10 +187,9 @@ def _joined(
     """Returns cu_seqlens of all ranks, from those of each."""
     ranks = Ranks.of(find_group(group, None))
     own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
-    every: list[Any] = [(q.shape[0], causal, own[1], place.start)]
-    agreed = ranks.agreement
-    if agreed is not None:
-        every = agreed.exchange("the ranks' lengths", every[0])
+    every = ranks.agreement.exchange(
+        "the ranks' lengths", (q.shape[0], causal, own[1], place.start)
+    )
     tokens = every[0][0]
     starts = {first + start for _, _, of_rank, first in every for start in of_rank[:-1]}
     found = sorted(starts | {tokens * ranks.size})

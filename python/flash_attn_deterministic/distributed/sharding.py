@@ -98,13 +98,11 @@ def unshard(
     dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
     ranks.check(tensor.device)
     part = tensor.detach()
-    with ranks.taking_part():
-        agreed = ranks.agreement
-        if agreed is not None:
-            facts: dict[str, Any] = {"tensor.dtype": str(part.dtype), "dim": dim, "order": order}
-            facts["cu_seqlens"] = starts
-            facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
-            agreed.agree("unshard", json.dumps(facts))
+    with ranks.agreement.taking_part():
+        facts: dict[str, Any] = {"tensor.dtype": str(part.dtype), "dim": dim, "order": order}
+        facts["cu_seqlens"] = starts
+        facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
+        ranks.agreement.agree("unshard", json.dumps(facts))
         every = part.contiguous().flatten().view(torch.uint8)
         sizes = [every.numel()] * ranks.size
         data = every.repeat(ranks.size)

@@ -346,9 +346,9 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_unsupported_backends() -> None:
     with pytest.raises(NotImplementedError, match=r"expected the backend gloo .* got fake"):
-        Ranks(torch.distributed.group.WORLD).check(torch.device("cpu"))
+        Ranks(find_group(None, None)).check(torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"expected the backend nccl .* got fake"):
-        Ranks(torch.distributed.group.WORLD).check(torch.device("cuda"))
+        Ranks(find_group(None, None)).check(torch.device("cuda"))
 
 
 @pytest.mark.usefixtures("alone")
@@ -361,7 +361,7 @@ def test_wrong_groups_and_meshes() -> None:
     with pytest.raises(ValueError, match="mesh: expected None together with group"):
         find_group(world, 3)
     with pytest.raises(NotImplementedError, match="q: expected a tensor on cpu or cuda, got meta"):
-        Ranks(world).check(torch.device("meta"))
+        Ranks(find_group(None, None)).check(torch.device("meta"))
     tensor = torch.zeros(1, 7)
     with pytest.raises(ValueError, match=r"tokens that divides by 2 ranks, got 7"):
         distributed.shard(tensor)
@@ -369,6 +369,7 @@ def test_wrong_groups_and_meshes() -> None:
         distributed.shard(tensor, order="x")
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
 def test_residual_for_a_backward(leaf: int) -> None:
     """The backward over ranks has no argument for it; without a backward none is kept."""
@@ -379,7 +380,7 @@ def test_residual_for_a_backward(leaf: int) -> None:
 
     def found() -> Any:
         q, k, v = inputs
-        return _resolve(Ranks(None), q, k, v, None, numbers, None, where)
+        return _resolve(Ranks.of(find_group(None, None)), q, k, v, None, numbers, None, where)
 
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):

@@ -410,20 +410,20 @@ def test_compiler_does_not_trace_the_reference() -> None:
 # --- The ops of several ranks, on one -----------------------------------------------------------
 
 
-def sequence_call(packed: bool) -> tuple[Arguments, Arguments]:
+def sequence_call(packed: bool, group: str) -> tuple[Arguments, Arguments]:
     """q, k and v, and the other arguments of sequence_fwd."""
     q, k, v = (normal(2, n, h, 32, seed=n) for n, h in ((5, 4), (9, 2), (9, 2)))
     starts: Arguments = (None, None)
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         starts = (int32(0, 5, 10), int32(0, 9, 18))
-    spec = CallSpec("", "contiguous", 0, 0, True, False, *CAUSAL, 64, True, True)
+    spec = CallSpec(group, "contiguous", 0, 0, True, False, *CAUSAL, 64, True, True)
     return (q, k, v), (*starts, *spec)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_ops_of_ranks_pass_opcheck(packed: bool) -> None:
-    qkv, call = sequence_call(packed)
+def test_ops_of_ranks_pass_opcheck(packed: bool, one_rank: str) -> None:
+    qkv, call = sequence_call(packed, one_rank)
     torch.library.opcheck(OPS.sequence_fwd.default, (*qkv, None, *call))
     out, softmax_lse = OPS.sequence_fwd(*qkv, None, *call)
     torch.library.opcheck(OPS.sequence_bwd.default, (out, *qkv, out, softmax_lse, *call, -1))
