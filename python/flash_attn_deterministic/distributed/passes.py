@@ -141,8 +141,8 @@ def forward(
     """
     part = plan.forward
     steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
-    out = q.new_zeros(q.shape)
-    lse = q.new_full((*q.shape[:2], 1), math.inf, dtype=torch.float32)
+    out = _blank(plan.local, part, q, q.shape)
+    lse = _blank(plan.local, part, q, (*q.shape[:2], 1), math.inf, torch.float32)
     targets = out, lse
     # While the first keys come, sequences that need none.
     for call in plan.local:
@@ -186,7 +186,8 @@ def backward(
     part = plan.backward
     of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
     steps = _Steps(ranks, plan.degree, part, of_rows, (k, v))
-    dq, dk, dv = (one.new_zeros(one.shape) for one in (rows.q, k, v))
+    dq = _blank(plan.local, part, rows.q, rows.q.shape)
+    dk, dv = (one.new_zeros(one.shape) for one in (k, v))
     for call in plan.local:
         dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(call, rows, (k, v), options)
     going: list[Callable[[], None]] = []
@@ -304,6 +305,22 @@ def _backward_call(
         schemas.backward_call(dout, inputs, out, lse, lengths, own, None, None, sums)
     )
     return gradients
+
+
+def _blank(
+    local: Iterable[Call],
+    part: Pass,
+    like: torch.Tensor,
+    shape: Sequence[int],
+    fill: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Returns a tensor for results of all rows, filled unless calls write every row."""
+    calls = (*local, *part.calls, *part.runs)
+    written = sum(call.rows.stop - call.rows.start for call in calls)
+    if part.rows is None and written == shape[0]:
+        return like.new_empty([*shape], dtype=dtype)
+    return like.new_full([*shape], fill, dtype=dtype)
 
 
 def _write(targets: Iterable[torch.Tensor], where: slice, results: Iterable[torch.Tensor]) -> None:
