@@ -582,9 +582,8 @@ class _Planner:
         counts = _summed(ranks // degree * ranks, message, length).view(-1, ranks)
         here = runs.rank == team
         number = torch.where(here, here.cumsum(0) - 1, -1)  # among the runs of this rank
-        leaving = ((by == team) & (to != rank)).nonzero().flatten()
+        leaving = order[((by == team) & (to != rank))[order]]
         low = found.begin - first[found.want]
-        leaving = leaving[(to[leaving] * self._total + at[leaving]).argsort()]
         columns = (one[leaving].tolist() for one in (number[found.want], low, low + length))
         sent = tuple((run, slice(*keys)) for run, *keys in zip(*columns, strict=True))
         # Pieces of keys that are all seen by the same runs.
