@@ -1,10 +1,15 @@
-"""Reports made without running anything; the numbers in them are invented and mean nothing."""
+"""Reports made without running anything, of invented numbers; and what stands for two families."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.verify import outcome, tasks
 from flash_attn_deterministic.verify.installed import Installed, Wheel
 from flash_attn_deterministic.verify.run import Run
@@ -135,4 +140,22 @@ def cuda_run(out: Path, *, failed: int = 0, ratio: float = 0.55) -> Run:
             result = measured(task.section)
         run.results[task] = {**result, "seconds": 1.0}
     run.complete = True
+    return run
+
+
+def forced(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    """The plan of a GPU that has the family asked for."""
+    device = os.environ.get("FLASH_ATTENTION_TEST_DEVICE", "")
+    return SimpleNamespace(family=device.removeprefix("family="))
+
+
+def other_bits(family: str, function: Callable[..., Any] = flash_attn_func) -> Callable[..., Any]:
+    """The last bit of one number of the result depends on the family, or on a path of it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = function(*args, **kwargs)
+        if forced().family == family:
+            out.view(torch.int16).flatten()[7] ^= 1
+        return out, *rest
+
     return run

@@ -28,6 +28,7 @@ from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numb
 from flash_attn_deterministic.verify.features import OF_CONTRACT
 
 from tests.planted_faults import Gradient, asked, forgetful, out
+from verify.samples import forced, other_bits
 
 ROOT = Path(__file__).parents[3]
 BY_ID = {check.id: check for check in CHECKS}
@@ -364,22 +365,6 @@ def test_schedule(
 
 
 # --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
-
-
-def forced(*args: Any, **kwargs: Any) -> SimpleNamespace:
-    return SimpleNamespace(family=os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family="))
-
-
-def other_bits(device: str, function: Dense = flash_attn_func) -> Dense:
-    """The last bit of one number of the result depends on the family, or on a path of it."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out, *rest = function(*args, **kwargs)
-        if forced().family == device:
-            out.view(torch.int16).flatten()[7] ^= 1
-        return out, *rest
-
-    return run
 
 
 def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> tuple[int, str]:

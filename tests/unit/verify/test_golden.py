@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +34,8 @@ from flash_attn_deterministic.verify.contract.golden.record import (
     GoldenError,
     hashes_of,
 )
+
+from verify.samples import forced, other_bits
 
 ROOT = Path(__file__).parents[3]
 OURS = Attention.installed()
@@ -220,17 +220,6 @@ def test_without_hashes_the_row_says_so_and_decides_nothing(
 # --- evidence ---
 
 
-def forced(*args: Any, **kwargs: Any) -> SimpleNamespace:
-    return SimpleNamespace(family=os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family="))
-
-
-def other_bits_on_hopper(*args: Any, **kwargs: Any) -> Any:
-    result = flash_attn_func(*args, **kwargs)
-    if os.environ.get("FLASH_ATTENTION_TEST_DEVICE") == "family=sm90":
-        result[0].view(torch.int16)[0, 3, 0, 5] ^= 1
-    return result
-
-
 def without_softcap(*args: Any, **kwargs: Any) -> Any:
     return flash_attn_func(*args, **{**kwargs, "softcap": 0.0})
 
@@ -257,7 +246,7 @@ def test_evidence_of_each_form_of_call() -> None:
 
 
 def test_evidence_sees_families_that_differ() -> None:
-    found = examined("causal-mqa", dense=other_bits_on_hopper)
+    found = examined("causal-mqa", dense=other_bits("sm90"))
     words = "sm80 and sm90 differ in 1 calls, the first d40-fp16-causal-mqa"
     assert Golden(VERSION).problem(found) == words
 

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
 
     Raises:
         ArgumentError: a number of ranks that can't be.
-            NotInstalledError: not as many GPUs.
+        NotInstalledError: not as many GPUs.
     """
     import torch
 
