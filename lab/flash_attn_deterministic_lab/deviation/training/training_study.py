@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from ...attentions.named import first_line_or_kind
 from ...cli import check_device
 from ...errors import ArgumentError
+from ...shared.document import table
 from ..attentions.registry import find_attention
 from ..numbers.intervals import geometric_interval, mean_interval, short
 from ..study.environment import Progress, one_thread, repeatable
@@ -130,33 +130,34 @@ def run_training(
              for seed in plan.seeds]  # fmt: skip
     progress = Progress("training", sum(len(task.todo) for task in tasks))
 
-    def keep(seed: int, names: Sequence[str], found: _Seed) -> None:
-        value["seeds"][str(seed)] = found.histories
+    for found, names in _worked(tasks, jobs):
+        value["seeds"][str(found.seed)] = found.histories
         value["missing"] |= found.missing
+        value["unrepeatable"] = sorted({*value["unrepeatable"], *found.warned})
         value["seconds"] += found.seconds
         found.seconds = 0.0
         for name in names:
-            progress.advance(f"seed {seed} {name}")
+            progress.advance(f"seed {found.seed} {name}")
         write_result(folder, value, digits=8)
-
-    warned: list[str] = []
-    if jobs > 1:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            waiting = {pool.submit(_trained, task): task for task in tasks}
-            for done in concurrent.futures.as_completed(waiting):
-                found = done.result()
-                keep(found.seed, sorted({*waiting[done].todo} & found.histories.keys()), found)
-                warned += found.warned
-    else:
-        for task in tasks:
-            task.missing = dict(value["missing"])
-            task.train(functools.partial(keep, task.seed))
-            keep(task.seed, [], task)  # what failed, too
-            warned += task.warned
-    value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
-    write_result(folder, value, digits=8)
     return value
+
+
+def _worked(tasks: Sequence[_Seed], jobs: int) -> Iterator[tuple[_Seed, Sequence[str]]]:
+    """Trains, and yields what there is of a seed with the names of its new runs."""
+    if jobs == 1:
+        missing: dict[str, str] = {}
+        for task in tasks:
+            task.missing = missing  # what fails with one seed is not tried with the next
+            for name in task.train():
+                yield task, [name]
+            yield task, []  # what failed, too
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting = {pool.submit(_trained, task): task for task in tasks}
+        for done in concurrent.futures.as_completed(waiting):
+            found = done.result()
+            yield found, sorted({*waiting[done].todo} & found.histories.keys())
 
 
 def left_out(plan: TrainingPlan, value: dict[str, Any]) -> int:
@@ -170,7 +171,8 @@ def left_out(plan: TrainingPlan, value: dict[str, Any]) -> int:
 
 
 def _trained(task: _Seed) -> _Seed:
-    task.train()
+    for _ in task.train():
+        pass
     return task
 
 
@@ -191,8 +193,8 @@ class _Seed:
     def todo(self) -> list[str]:
         return [run.name for run in self.plan.ordered() if run.name not in self.histories]
 
-    def train(self, on_run: Callable[[Sequence[str], _Seed], None] = lambda *_: None) -> None:
-        """Trains what is to do; `on_run` is called after each run."""
+    def train(self) -> Iterator[str]:
+        """Trains what is to do, and yields the name of each run that is done."""
         device, todo, slowest = self.plan.setup.device, self.todo, 0.0
         needed = {run_of(name).against for name in todo}
         kept: dict[str, States] = {}
@@ -225,7 +227,7 @@ class _Seed:
                 self.seconds += time.time() - before
                 if new:
                     self.histories[run.name] = history
-                    on_run([run.name], self)
+                    yield run.name
                 del model, states
         self.warned = list(warned)
 
@@ -293,10 +295,8 @@ SUMMARY_HEADER = [
 
 
 def printed(value: dict[str, Any]) -> str:
-    """Returns the summary as text, in columns."""
-    rows = [SUMMARY_HEADER, *summary(value)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    """Returns the summary as text."""
+    lines = [table(SUMMARY_HEADER, summary(value))]
     lines += [f"missing: {name}: {reason}" for name, reason in value["missing"].items()]
     steps = value["configuration"]["steps"]
     lines.append(f"{steps} steps each, {short(value['seconds'])} s of runs in all")
