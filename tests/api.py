@@ -35,10 +35,10 @@ PREFACES = {
 
 | variable | value | meaning |
 |---|---|---|
-| `FLASH_ATTENTION_DETERMINISTIC`, `FA2_DETERMINISTIC` | 1 or 0 | whether the mode is on when a process starts; of two the first counts |
+| `FLASH_ATTENTION_DETERMINISTIC`, `FA2_DETERMINISTIC` | 1, true, yes, on or 0, false, no, off | whether the mode is on when a process starts; of two the first counts |
 | `FLASH_ATTENTION_SPLIT_SIZE`, `FA2_SPLIT_SIZE` | tokens, 0: one split | its split size |
-| `FLASH_ATTENTION_FAMILY` | sm80 or sm90 | which kernels run where both can; read in each call |
-| `FLASH_ATTENTION_REPAIR_VLLM_NORM`, `FA2_REPAIR_VLLM_NORM` | 1 | vLLM's plugin repairs [its norm](integrations.md#the-norm-of-vllms-batch-invariant-mode) |
+| `FLASH_ATTENTION_FAMILY` | sm80 or sm90 | which kernels run where both can; read in each call on a GPU, checked when a process starts |
+| `FLASH_ATTENTION_REPAIR_VLLM_NORM`, `FA2_REPAIR_VLLM_NORM` | the same | whether vLLM's plugin repairs [its norm](integrations.md#the-norm-of-vllms-batch-invariant-mode) |
 | `FLASH_ATTENTION_RANK_CHECKS` | first, always or off | when ranks compare their calls: [distributed](distributed.md#errors) |
 | `FLASH_ATTENTION_TEST_DEVICE` | | of tests: plans as for another GPU |""",
 }

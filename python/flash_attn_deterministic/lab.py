@@ -36,8 +36,8 @@ def is_missing(argv: Sequence[str]) -> bool:
     if command not in _COMMANDS or command in _found():
         return False
     print(
-        f"error: {command} is in another package; "
-        "run `python -m pip install flash-attn-deterministic[lab]`",
+        f"error: {command} is in the package flash-attn-deterministic-lab, which is not installed; "
+        "in a clone: python -m pip install ./lab",
         file=sys.stderr,
     )
     return True

@@ -23,7 +23,7 @@ import torch
 from .build_info import build_info
 from .checks.describe import name_of, shown, type_name
 from .checks.numbers import as_flag, as_mode_split_size
-from .environment import ENABLED, SPLIT_SIZE, read
+from .environment import ENABLED, SPLIT_SIZE, check_family, read, read_flag
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -39,10 +39,6 @@ NEVER = "never"  # gradients are added atomically, whatever the mode
 _MAX_DIGITS = 18
 DECORATED = "_deterministic_mode"  # a decorated function's attribute, with the block's arguments
 _KEY = "flash_attn_deterministic.mode"  # in torch's thread-local state
-_WORDS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
@@ -67,10 +63,9 @@ class Mode(NamedTuple):
 
 def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) -> Mode:
     """Reads the mode that a process starts with; what is wrong with a variable names it."""
-    name, text = read(environ, ENABLED)
-    if text and text.lower() not in _WORDS:
-        raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {shown(text)}")
-    enabled = _WORDS[text.lower()] if text else wheel_is_deterministic
+    check_family(environ)
+    name, flag = read_flag(environ, ENABLED)
+    enabled = wheel_is_deterministic if flag is None else flag
     if enabled and not wheel_is_deterministic:
         raise _not_in_wheel(name, "unset it or set it to 0")
     name, text = read(environ, SPLIT_SIZE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -35,7 +35,7 @@ class Info:
     """The wheel, the torch it is installed with, and this machine.
 
     Args:
-        version: of this package.
+        version: of this package; empty: it is not installed, as in a source tree.
         upstream: the pinned release that the kernels come from, and the patches on it.
         deterministic: False for a build with schedule-dependent results.
         bits_version: wheels of equal numbers give equal bits on one compute capability.
@@ -84,7 +84,7 @@ class Info:
         upstream = self.upstream
         floor = "unknown" if self.driver_floor is None else f">= {self.driver_floor}"
         lines = [
-            f"flash-attn-deterministic  {self.version}",
+            f"flash-attn-deterministic  {self.version or 'not installed; this is a source tree'}",
             f"upstream       {upstream.name} {upstream.version} (sha256 {upstream.sha256})",
             *(f"patch          {p.name} (sha256 {p.sha256})" for p in upstream.patches),
             f"deterministic  {'yes' if self.deterministic else 'no (schedule-dependent build)'}",
@@ -154,7 +154,7 @@ def collect() -> Info:
     built = build_info()
     mode, mode_problem = _mode()
     return Info(
-        version=version("flash-attn-deterministic"),
+        version=_version(),
         upstream=built.upstream,
         deterministic=built.deterministic,
         bits_version=built.bits_version,
@@ -170,6 +170,13 @@ def collect() -> Info:
         kernels_missing=library.kernels_missing,
         devices=_devices(),
     )
+
+
+def _version() -> str:
+    try:
+        return version("flash-attn-deterministic")
+    except PackageNotFoundError:
+        return ""
 
 
 def _mode() -> tuple[Mode | None, str]:

@@ -26,7 +26,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch.nn.attention import register_flash_attention_impl
+from torch.nn.attention import list_flash_attention_impls, register_flash_attention_impl
 
 from ..checks.tensors import check_like
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -281,11 +281,18 @@ def stand_in_for(*names: str) -> None:
     `activate_flash_attention_impl("FA3")` activates them.
 
     Args:
-        names: "FA3" and "FA4" are torch's.
+        names: "FA3" and "FA4" are torch's; others that are registered, too.
+
+    Raises:
+        ArgumentError: another name, under which nobody asks for kernels.
     """
+    known = sorted({"FA3", "FA4", *list_flash_attention_impls()} - {NAME})
     for name in names:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"names: expected strings, got {type(name).__name__}")
+        if name not in known:
+            raise ArgumentError(f"names: expected some of {', '.join(known)}, got {name!r}")
+    for name in names:
         register_flash_attention_impl(name, register_fn=Handle)
 
 

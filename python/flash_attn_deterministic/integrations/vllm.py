@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..environment import REPAIR_VLLM_NORM, read
+from ..environment import REPAIR_VLLM_NORM, read_flag
 from ..errors import UnsupportedError
 from ..types import Lengths
 from .paged import PagedAttention
@@ -44,7 +44,7 @@ def register() -> None:
             register_backend(NAME, path)
     elif "flash_attn_deterministic" in os.environ.get("VLLM_PLUGINS", "").split(","):
         register_backend(AttentionBackendEnum.CUSTOM, path)
-    if read(os.environ, REPAIR_VLLM_NORM)[1] == "1":
+    if read_flag(os.environ, REPAIR_VLLM_NORM)[1]:
         repair_norm()
 
 

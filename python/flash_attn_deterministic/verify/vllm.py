@@ -12,7 +12,7 @@ ranks only answers are compared: vLLM's workers are processes of their own, out 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -30,6 +30,7 @@ import torch
 
 from ..environment import REPAIR_VLLM_NORM, read
 from ..errors import ArgumentError
+from .installed import NotInstalledError
 from .outcome import Exit
 from .shared.bits import bits
 from .shared.files import json_text, write_files
@@ -357,6 +358,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ArgumentError: options that are no JSON object, or vLLM does not start.
+        NotInstalledError: there is no vLLM.
     """
     try:
         options = json.loads(arguments.vllm_options or "{}")
@@ -365,6 +367,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not isinstance(options, dict):
         given = arguments.vllm_options
         raise ArgumentError(f"--vllm-options: expected a JSON object, got {given!r}")
+    if importlib.util.find_spec("vllm") is None:
+        raise NotInstalledError(
+            "--vllm: expected an installed vLLM, found none; install vllm in this environment"
+        )
     record = _child(arguments.vllm, options, [])
     write_files(arguments.out, {"vllm.json": json_text(record)})
     failed = [c["check"] for c in record["checks"] if c["equal"] < c["requests"]]

@@ -30,10 +30,26 @@ def test_driver_floor(toolkit: str, floor: int | None) -> None:
     assert info.driver_floor(toolkit) == floor
 
 
+def installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("flash-attn-deterministic")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(info, "version", version)
+    first = info.collect().text().splitlines()[0]
+    assert first == "flash-attn-deterministic  not installed; this is a source tree"
+
+
 def test_collects_the_wheels_own_record() -> None:
     collected = info.collect()
     built = build_info()
-    assert collected.version == importlib.metadata.version("flash-attn-deterministic")
+    assert collected.version == (installed_version() or "")
     assert collected.upstream == built.upstream
     assert collected.architectures == built.architectures
     assert collected.torch_floor == built.torch_target

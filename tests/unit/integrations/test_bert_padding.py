@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
+from flash_attn_deterministic import as_flash_attn
 from flash_attn_deterministic.errors import ArgumentError
 from flash_attn_deterministic.integrations.flash_attn.bert_padding import (
     index_first_axis,
@@ -76,3 +80,21 @@ def test_a_mask_of_another_batch_is_refused() -> None:
         unpad_input(states(2, 4, 1), MASK)
     with pytest.raises(ArgumentError, match="unused_mask"):
         unpad_input(states(3, 4, 1), MASK, MASK[:2])
+
+
+def test_einops_functions_that_callers_import_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is verl's; einops, which may not be installed, is stood in for."""
+    line = "from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input"
+    einops = ModuleType("einops")
+    einops.__dict__.update(rearrange=states, repeat=index_first_axis)
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    found: dict[str, object] = {}
+    with as_flash_attn():
+        exec(line, found)
+        assert found["rearrange"] is states
+        assert found["unpad_input"] is unpad_input
+        monkeypatch.setitem(sys.modules, "einops", None)
+        with pytest.raises(ImportError, match=r"rearrange: expected einops, .* not installed"):
+            exec(line)
+        with pytest.raises(ImportError, match="cannot import name 'reduce'"):
+            exec("from flash_attn.bert_padding import reduce")

@@ -69,6 +69,8 @@ def test_it_takes_the_place_of_another_on_request(monkeypatch: pytest.MonkeyPatc
     provider.stand_in_for("FA3", "FA4")
     with pytest.raises(ArgumentTypeError, match="names: expected strings, got int"):
         provider.stand_in_for(3)
+    with pytest.raises(ArgumentError, match="names: expected some of FA3, FA4, got 'FA9'"):
+        provider.stand_in_for("FA9")
     attention.activate_flash_attention_impl("FA3")
     try:
         assert attention.current_flash_attention_impl() == "FA3"

@@ -13,7 +13,7 @@ import torch
 from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic.environment import REPAIR_VLLM_NORM
-from flash_attn_deterministic.errors import UnsupportedError
+from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 
 pytest.importorskip("vllm.v1.attention.backend")
 
@@ -217,7 +217,10 @@ def test_the_norm_is_repaired_on_request(variable: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     ours.register()
     assert layernorm.rms_norm_batch_invariant is plain
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(variable, "maybe")
+    with pytest.raises(ArgumentError, match=f"{variable}: expected one of 1, .* got 'maybe'"):
+        ours.register()
+    monkeypatch.setenv(variable, "true")
     ours.register()
     ours.register()
     x, residual, weight = (normal(3, 8, seed=seed) for seed in range(3))

@@ -430,6 +430,11 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
         pytest.param(
             {"FA2_DETERMINISTIC": "x" * 5000}, r"FA2_DETERMINISTIC: .* got 'x+\.\.\.x+'", id="long"
         ),
+        pytest.param(
+            {"FLASH_ATTENTION_FAMILY": "hopper"},
+            "FLASH_ATTENTION_FAMILY: expected sm80 or sm90, got 'hopper'",
+            id="family",
+        ),
     ],
 )
 def test_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:

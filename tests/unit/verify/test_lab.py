@@ -15,4 +15,5 @@ def test_without_the_lab_a_line_says_what_to_install(
     assert main([command, "--device", "cpu"]) == 6
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "run `python -m pip install flash-attn-deterministic[lab]`" in error
+    assert f"{command} is in the package flash-attn-deterministic-lab, which is not" in error
+    assert "in a clone: python -m pip install ./lab" in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -182,10 +183,26 @@ def record(*checks: dict[str, Any]) -> dict[str, Any]:
     return {"vllm": "1", "checks": list(checks)}
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is found, but never started."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+
+def test_without_vllm_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["verify", "--vllm", "folder", "--out", str(tmp_path)]) == Exit.ENVIRONMENT
+    message = "--vllm: expected an installed vLLM, found none; install vllm in this environment"
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def found(name: str, equal: int, first: Any = None) -> dict[str, Any]:
     return {"check": name, "requests": 3, "equal": equal, "worst": 0.0, "first": first}
 
 
+@pytest.mark.usefixtures("installed")
 def test_what_differs_is_run_again_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +226,7 @@ def test_what_differs_is_run_again_without_graphs(
     assert len(json.loads((tmp_path / "vllm.json").read_text())["without graphs"]) == 2
 
 
+@pytest.mark.usefixtures("installed")
 def test_over_ranks_answers_alone_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +239,7 @@ def test_over_ranks_answers_alone_are_compared(
     assert json.loads((tmp_path / "vllm.json").read_text())["checks"][0]["equal"] == 1
 
 
+@pytest.mark.usefixtures("installed")
 def test_answers_are_kept_where_naming_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +253,7 @@ def test_answers_are_kept_where_naming_fails(
     assert json.loads((tmp_path / "vllm.json").read_text())["checks"][0]["equal"] == 1
 
 
+@pytest.mark.usefixtures("installed")
 def test_equal_answers_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_child", lambda *arguments: record(found("batch", 3)))
     arguments = argparse.Namespace(vllm="folder", vllm_options=None, out=tmp_path)

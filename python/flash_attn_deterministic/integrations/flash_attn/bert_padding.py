@@ -1,15 +1,32 @@
 """The names of the module flash_attn.bert_padding 2.8.3, in plain torch.
 
 Padded batches become packed sequences, and back. Rows are only copied, so they keep their bits.
-Gradients pass through.
+Gradients pass through. `rearrange` and `repeat` are einops', which callers import from here too;
+einops is imported when one of them is asked for.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import torch
 
 from ...errors import ArgumentError
 from ..low_level import starts_of
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("rearrange", "repeat"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        einops = importlib.import_module("einops")
+    except ImportError as error:
+        raise ImportError(
+            f"flash_attn.bert_padding.{name}: expected einops, which is not installed; "
+            "run `python -m pip install einops`"
+        ) from error
+    return getattr(einops, name)
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
