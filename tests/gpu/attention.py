@@ -39,8 +39,12 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def each_config(configs: Sequence[tuple[int, str]]) -> pytest.MarkDecorator:
     """Runs a test with each head_dim and dtype."""
-    names = [f"d{head_dim}-{dtype}" for head_dim, dtype in configs]
-    return pytest.mark.parametrize(("head_dim", "dtype"), configs, ids=names)
+    return pytest.mark.parametrize(("head_dim", "dtype"), configs, ids=named(configs))
+
+
+def named(configs: Sequence[tuple[int, str]]) -> dict[str, tuple[int, str]]:
+    """Head dims and dtypes as an axis of `pairwise`."""
+    return {f"d{head_dim}-{dtype}": (head_dim, dtype) for head_dim, dtype in configs}
 
 
 def pairwise(**axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:

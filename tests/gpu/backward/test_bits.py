@@ -2,217 +2,132 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic.verify.contract import layouts
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import BIT_CONFIGS, bits, each_config, pairwise, same_bits
+from tests.gpu.attention import BIT_CONFIGS, bits, each_config, named, pairwise, same_bits
 from tests.gpu.gradients import (
-    ALL_FEATURES,
-    DROPOUT_FEATURES,
     FEATURES,
-    GradientCall,
-    Gradients,
-    assert_same_gradients,
+    GRADIENTS,
+    assert_same_results,
     draw_call,
-    run_packed,
+    results,
 )
 
 pytestmark = pytest.mark.gpu
 
 CONFIGS = (*BIT_CONFIGS, (32, "bf16"), (40, "fp16"), (96, "bf16"), (192, "bf16"))
 CONFIG = each_config(CONFIGS)
-FEATURE = pytest.mark.parametrize("feature", FEATURES)
-ALL = pytest.mark.parametrize("feature", ALL_FEATURES)
-DROPOUT = pytest.mark.parametrize("feature", DROPOUT_FEATURES)
-# (seqlen_q, seqlen_k) around the tiles of 64 and 128 rows and keys, with nothing, with one token,
-# with more queries than keys and fewer.
+NAMED = named(CONFIGS)
+# Queries and keys around the tiles of 64 and 128, with nothing, with one token, with more queries
+# than keys and fewer.
 RAGGED = (
-    (1, 1),
-    (1, 129),
-    (0, 70),
-    (63, 64),
-    (64, 63),
-    (65, 65),
-    (0, 0),
-    (127, 128),
-    (128, 127),
-    (129, 129),
-    (70, 0),
-    (200, 400),
-    (400, 200),
-    (257, 255),
-    (1, 1),
-    (129, 1),
+    (1, 1, 0, 63, 64, 65, 0, 127, 128, 129, 70, 200, 400, 257, 1, 129, 300, 1, 640),
+    (1, 129, 70, 64, 63, 65, 0, 128, 127, 129, 0, 400, 200, 255, 1, 1, 300, 900, 129),
 )
-LONGEST = 400
 
 
-def picked(gradients: Gradients, index: slice | list[int]) -> Gradients:
-    """The gradients of some sequences."""
-    dq, dk, dv = gradients
-    return dq[index], dk[index], dv[index]
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
-def test_long_sequences(head_dim: int, causal: bool) -> None:
-    """Many turns to each row block, and one GPU's worth of heads or a few of them."""
-    feature = "causal" if causal else "full"
-    call = draw_call(head_dim, "bf16", feature, batch=4, seqlen_q=4096 + 65, nheads=16, nheads_k=4)
-    together = call()
-    for index in (0, 3):
-        alone = call.sequences([index])
-        expected = alone()
-        assert_same_gradients(picked(together, slice(index, index + 1)), expected)
-        dq, dk, dv = alone.kv_heads(1, 2)()
-        assert_same_gradients(
-            (dq, dk, dv),
-            (expected[0][:, :, 4:8], expected[1][:, :, 1:2], expected[2][:, :, 1:2]),
-        )
-
-
-def ragged(call: GradientCall) -> list[GradientCall]:
-    """A call of one sequence for each of RAGGED."""
-    return [call.sequences([i]).lengths(*lengths) for i, lengths in enumerate(RAGGED)]
-
-
-@FEATURE
-@CONFIG
-def test_packed_is_dense(head_dim: int, dtype: str, feature: str) -> None:
-    size = len(RAGGED)
-    calls = ragged(draw_call(head_dim, dtype, feature, batch=size, seqlen_q=LONGEST))
-    alone = [call() for call in calls]
-    for spare in (0, 77):
-        for one, expected in zip(run_packed(calls, spare), alone, strict=True):
-            assert_same_gradients(one, expected)
-    backwards = run_packed(calls[::-1], 1)
-    for one, expected in zip(backwards[::-1], alone, strict=True):
-        assert_same_gradients(one, expected)
+@pairwise(
+    config=NAMED | named([(8, "bf16"), (72, "fp16"), (136, "bf16"), (200, "fp16"), (256, "fp16")]),
+    feature=FEATURES,
+    family=("sm80", "sm90"),
+    spare=(0, 77),
+)
+def test_packed_is_dense(config: tuple[int, str], feature: str, family: str, spare: int) -> None:
+    call = draw_call(*config, feature, batch=len(RAGGED[0]), seqlen_q=640, seqlen_k=900)
+    with device_override(f"family={family}"):
+        parts = layouts.packed(call, *RAGGED, spare=spare, gradients=True).parts
+    for one, own in parts:
+        assert_same_results(own, one.gradients())
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 70), (70, 0), (0, 0)])
 @CONFIG
 def test_nothing_to_see(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int) -> None:
-    for gradient in draw_call(head_dim, dtype).lengths(seqlen_q, seqlen_k)():
+    call = draw_call(head_dim, dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    for gradient in call.gradients().values():
         assert not bits(gradient).count_nonzero()
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 64, 127, 128, 129, 200])
 @CONFIG
 def test_rows_without_a_key(head_dim: int, dtype: str, seqlen_k: int) -> None:
-    call = draw_call(head_dim, dtype, "causal").lengths(333, seqlen_k)
-    dq, dk, dv = call()
+    call = draw_call(head_dim, dtype, "causal", seqlen_k=seqlen_k)
+    found = call.gradients()
     empty = 333 - seqlen_k
-    assert not dq[:, :empty].count_nonzero()
-    assert dq[:, empty:].isfinite().all()
+    assert not found["dq"][:, :empty].count_nonzero()
     # The same keys seen by the rows that see any; the tiles of rows begin elsewhere.
-    square = replace(call, q=call.q[:, empty:], dout=call.dout[:, empty:])
-    for one, other in zip((dq[:, empty:], dk, dv), square(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    square = call.queries(empty, 333).gradients()
+    found["dq"] = found["dq"][:, empty:]
+    for name in GRADIENTS:
+        torch.testing.assert_close(found[name], square[name], rtol=0.05, atol=0.05)
 
 
 @pairwise(
-    config=((64, "bf16"), (80, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16")),
-    feature=list(FEATURES),
+    config=named([(64, "bf16"), (80, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16")]),
+    feature=FEATURES,
     heads=((8, 4), (12, 4), (8, 2), (16, 2), (32, 2)),
 )
 def test_kv_groups_alone(config: tuple[int, str], feature: str, heads: tuple[int, int]) -> None:
     nheads, nheads_k = heads
     call = draw_call(*config, feature, nheads=nheads, nheads_k=nheads_k)
-    dq, dk, dv = call()
+    dq, dk, dv = call.gradients().values()
     group = nheads // nheads_k
     for begin, end in {(0, 1), (nheads_k - 1, nheads_k), (0, nheads_k - 1)}:
         rows, keys = slice(begin * group, end * group), slice(begin, end)
-        expected = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
-        assert_same_gradients(call.kv_heads(begin, end)(), expected)
+        expected = {"dq": dq[:, :, rows], "dk": dk[:, :, keys], "dv": dv[:, :, keys]}
+        assert_same_results(call.kv_heads(begin, end).gradients(), expected)
 
 
-@FEATURE
-@CONFIG
-def test_dq_of_gqa_is_that_of_mha_on_repeated_kv(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, nheads=8, nheads_k=1)
+@pairwise(config=NAMED, feature=FEATURES)
+def test_dq_of_gqa_is_that_of_mha_on_repeated_kv(config: tuple[int, str], feature: str) -> None:
+    call = draw_call(*config, feature, nheads=8, nheads_k=1)
     k, v = (t.repeat_interleave(8, dim=2) for t in (call.k, call.v))
-    assert same_bits(call()[0], replace(call, k=k, v=v)()[0])
+    assert same_bits(call.gradients()["dq"], replace(call, k=k, v=v).gradients()["dq"])
 
 
-@DROPOUT
-@CONFIG
-def test_dropout_follows_the_index_of_sequence_and_head(
-    head_dim: int, dtype: str, feature: str
+def spread(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """A copy whose neighbours along some dimensions lie twice as far apart, NaN between them."""
+    sizes = [size * 2 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    view = torch.full(sizes, math.nan, dtype=tensor.dtype, device=tensor.device)
+    for dim in dims:
+        pairs = view.unflatten(dim, (-1, 2))  # type: ignore[no-untyped-call, unused-ignore]
+        view = pairs.select(dim + 1, 0)
+    return view.copy_(tensor)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heads-first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps": lambda t: spread(t, (1, 2)),
+    "last-dim-strided": lambda t: spread(t, (3,)),
+    "odd-rows": lambda t: torch.nn.functional.pad(t, (0, 3))[..., :-3],
+    "odd-start": lambda t: torch.nn.functional.pad(t, (1, 7))[..., 1:-7],
+    "odd-address": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "one-sequence": lambda t: t[:1].expand(t.shape),
+    "one-row": lambda t: t[:, :1].expand(t.shape),  # as the gradient of a mean over rows
+    "one-element": lambda t: t.flatten()[0].expand(t.shape),  # as that of a sum
+}
+
+
+@pairwise(view=VIEWS, config=NAMED, causal={"full": False, "causal": True})
+def test_strides(
+    view: Callable[[torch.Tensor], torch.Tensor], config: tuple[int, str], causal: bool
 ) -> None:
-    """So only the last ones can go."""
-    call = draw_call(head_dim, dtype, feature, batch=4, nheads=12, nheads_k=4)
-    together = call()
-    dq, dk, dv = together
-    for end in (1, 3):
-        first = slice(0, end)
-        assert_same_gradients(call.sequences(first)(), picked(together, first))
-        assert_same_gradients(
-            call.kv_heads(0, end)(), (dq[:, :, : 3 * end], dk[:, :, :end], dv[:, :, :end])
-        )
-    packed = run_packed([call.sequences([index]) for index in range(4)], spare=5)
-    for index, one in enumerate(packed):
-        assert_same_gradients(one, picked(together, [index]))
-    other = replace(call, seed=call.seed + 1)()
-    assert not any(map(same_bits, together, other))
-
-
-def heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its heads apart in memory."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, at an address that is no multiple of 16 bytes."""
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return flat[1:].view(tensor.shape).copy_(tensor)
-
-
-def odd_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its rows and heads an odd number of elements apart."""
-    wide = torch.empty(
-        (*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device
-    )
-    return wide[..., :-1].copy_(tensor)
-
-
-@pytest.mark.parametrize("change", [heads_first, unaligned, odd_rows], ids=lambda f: f.__name__)
-@CONFIG
-def test_strides(head_dim: int, dtype: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    call = draw_call(head_dim, dtype, "causal")
-    expected = call()
-    assert_same_gradients(replace(call, dout=change(call.dout))(), expected)
-    q, k, v = map(change, (call.q, call.k, call.v))
-    assert_same_gradients(replace(call, q=q, k=k, v=v)(), expected)
-
-
-@CONFIG
-def test_dout_that_is_expanded(head_dim: int, dtype: str) -> None:
-    """The gradient of a sum has stride 0; that of a mean over rows repeats itself."""
-    call = draw_call(head_dim, dtype)
-    one = torch.ones((), dtype=call.q.dtype, device="cuda")
-    rows = call.dout[:, :1].expand(call.q.shape)
-    for dout in (one.expand(call.q.shape), rows):
-        expected = replace(call, dout=dout.contiguous())()
-        assert_same_gradients(replace(call, dout=dout)(), expected)
-
-
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
-def test_gradients_of_some_inputs_only(wanted: str) -> None:
-    call = draw_call(64, "bf16", "causal")
-    expected = dict(zip("qkv", call(), strict=True))
-    tensors = {name: getattr(call, name).detach().clone() for name in "qkv"}
-    for name in wanted:
-        tensors[name].requires_grad_()
-    out = flash_attn_func(**tensors, causal=True)
-    leaves = [tensors[name] for name in wanted]
-    found = torch.autograd.grad(out, leaves, call.dout)
-    for name, gradient in zip(wanted, found, strict=True):
-        assert same_bits(gradient, expected[name])
+    """Views as inputs, and as dout."""
+    call = draw_call(*config, "causal" if causal else "full", nheads_k=4)
+    for names in (("q", "k", "v"), ("dout",)):
+        views: dict[str, Any] = {name: view(getattr(call, name)) for name in names}
+        copies: dict[str, Any] = {
+            n: t.clone(memory_format=torch.contiguous_format) for n, t in views.items()
+        }
+        assert_same_results(results(replace(call, **views)), results(replace(call, **copies)))
 
 
 @pytest.mark.parametrize("nheads_k", [1, 2], ids=["gqa", "mha"])
@@ -222,16 +137,15 @@ def test_atomics_are_seen(head_dim: int, nheads_k: int) -> None:
     call = draw_call(
         head_dim, "bf16", batch=2, seqlen_q=8192, nheads=2, nheads_k=nheads_k
     ).with_options(deterministic="never")
-    backward = call.repeated()
-    first = backward()
+    first = call.gradients()
     seen = False
     for _ in range(50):
-        dq, dk, dv = backward()
-        assert same_bits(dk, first[1])
-        assert same_bits(dv, first[2])
-        seen = seen or not same_bits(dq, first[0])
+        again = call.gradients()
+        assert same_bits(again["dk"], first["dk"])
+        assert same_bits(again["dv"], first["dv"])
+        seen = seen or not same_bits(again["dq"], first["dq"])
     assert seen
-    in_turns = call.with_options(deterministic=True)()
-    assert same_bits(in_turns[1], first[1])
-    assert same_bits(in_turns[2], first[2])
-    torch.testing.assert_close(in_turns[0], first[0], rtol=0.02, atol=1e-4)
+    in_turns = call.with_options(deterministic=True).gradients()
+    assert same_bits(in_turns["dk"], first["dk"])
+    assert same_bits(in_turns["dv"], first["dv"])
+    torch.testing.assert_close(in_turns["dq"], first["dq"], rtol=0.02, atol=1e-4)

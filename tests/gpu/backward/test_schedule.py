@@ -1,4 +1,4 @@
-"""How the backward is run: streams, graphs, compilers, memory, sizes, and that it always ends."""
+"""How both directions are run: streams, graphs, compilers, memory, sizes; that all of it ends."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import deterministic_mode, flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic.verify.contract.call import Call, Tensors, named_gradients, pick
 from torch.utils.checkpoint import checkpoint
 
-from tests.gpu.attention import bits, same_bits
+from tests.gpu.attention import bits, pairwise
 from tests.gpu.gradients import (
     FEATURES,
-    GradientCall,
-    Gradients,
-    assert_same_gradients,
+    GRADIENTS,
+    SEED,
+    assert_same_results,
     draw_call,
     int32,
+    results,
 )
 
 pytestmark = pytest.mark.gpu
@@ -59,47 +61,48 @@ def test_nothing_waits_forever() -> None:
     assert done.stdout.splitlines()[-1] == "done"
 
 
+def leaves_of(call: Call) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
+
+
+def step(call: Call, leaves: list[torch.Tensor]) -> Tensors:
+    """out, softmax_lse and the gradients of one forward."""
+    out, lse, _ = flash_attn_func(*leaves, return_attn_probs=True, **call.keywords)
+    found = named_gradients(out, leaves, call.dout)
+    return {"out": out.detach(), "softmax_lse": lse.detach(), **found}
+
+
 @pytest.mark.parametrize("feature", ["full", "causal", "everything"])
 @HEAD_DIM
 def test_cuda_graph_of_a_training_step(head_dim: int, feature: str) -> None:
     calls = [draw_call(head_dim, "bf16", feature, seed=seed) for seed in (0, 1)]
-    expected = [call() for call in calls]
-    first = calls[0]
-    static = replace(first, **{n: getattr(first, n).clone() for n in ("q", "k", "v", "dout")})
-    if first.slopes is not None:
-        static = replace(static, slopes=first.slopes.clone())
+    expected = [results(call) for call in calls]
+    names = [n for n in ("q", "k", "v", "dout", "slopes") if getattr(calls[0], n) is not None]
+    static = replace(calls[0], **{n: getattr(calls[0], n).clone() for n in names})
     leaves = [t.requires_grad_() for t in (static.q, static.k, static.v)]
-
-    def step() -> Gradients:
-        q, k, v = leaves
-        out = flash_attn_func(q, k, v, alibi_slopes=static.slopes, **static.options)
-        dq, dk, dv = torch.autograd.grad(out, leaves, static.dout)
-        return dq, dk, dv
-
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        step(static, leaves)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = step()
+        result = step(static, leaves)
     for index in (1, 0, 0, 1):
         with torch.no_grad():
-            for name in ("q", "k", "v", "dout", "slopes"):
-                if getattr(static, name) is not None:
-                    getattr(static, name).copy_(getattr(calls[index], name))
-        for gradient in result:
-            gradient.fill_(float("nan"))
+            for name in names:
+                getattr(static, name).copy_(getattr(calls[index], name))
+        for tensor in result.values():
+            tensor.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert_same_gradients(result, expected[index])
+        assert_same_results(result, expected[index])
 
 
 @HEAD_DIM
 def test_other_stream(head_dim: int) -> None:
     call = draw_call(head_dim, "bf16", "causal")
-    expected = call()
+    expected = results(call)
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -109,20 +112,20 @@ def test_other_stream(head_dim: int) -> None:
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call, unused-ignore]
         for name in names:
             late[name].copy_(getattr(call, name))
-        result = replace(call, **late)()
+        late_call = replace(call, **late)
+        result = step(late_call, leaves_of(late_call))
     stream.synchronize()
-    assert_same_gradients(result, expected)
+    assert_same_results(result, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @HEAD_DIM
 def test_device_that_is_not_current(head_dim: int) -> None:
     call = draw_call(head_dim, "bf16", "causal")
-    expected = call()
     other = replace(call, **{n: getattr(call, n).to("cuda:1") for n in ("q", "k", "v", "dout")})
     assert torch.cuda.current_device() == 0
-    dq, dk, dv = (gradient.to("cuda:0") for gradient in other())
-    assert_same_gradients((dq, dk, dv), expected)
+    found = {name: tensor.to("cuda:0") for name, tensor in results(other).items()}
+    assert_same_results(found, results(call))
 
 
 # torch.compile itself warns about what it plans to change.
@@ -140,9 +143,9 @@ def test_torch_compile(backend: str, head_dim: int, feature: str) -> None:
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
     for seqlen in (333, 500):
         call = draw_call(head_dim, "bf16", feature, seqlen_q=seqlen)
-        leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
-        dq, dk, dv = torch.autograd.grad(compiled(*leaves), leaves, call.dout)
-        assert_same_gradients((dq, dk, dv), call())
+        leaves = leaves_of(call)
+        found = named_gradients(compiled(*leaves), leaves, call.dout)
+        assert_same_results(found, call.gradients())
 
 
 @pytest.mark.slow
@@ -159,9 +162,8 @@ def test_torch_compile_of_packed_sequences(backend: str) -> None:
     results = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend=backend)):
         leaves = [t[0].detach().requires_grad_() for t in (call.q, call.k, call.v)]
-        dq, dk, dv = torch.autograd.grad(function(*leaves), leaves, call.dout[0])
-        results.append((dq, dk, dv))
-    assert_same_gradients(*results)
+        results.append(named_gradients(function(*leaves), leaves, call.dout[0]))
+    assert_same_results(*results)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -188,17 +190,18 @@ def test_opcheck(dropout_p: float, feature: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["plain", "dropout"])
 def test_activation_checkpointing(dropout_p: float, use_reentrant: bool) -> None:
     call = draw_call(64, "bf16", "causal").with_options(dropout_p=dropout_p)
-    leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    leaves = leaves_of(call)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flash_attn_func(q, k, v, dropout_p, causal=True)
 
-    torch.manual_seed(call.seed)
+    torch.manual_seed(SEED)
     out = checkpoint(attend, *leaves, use_reentrant=use_reentrant)
     out.backward(call.dout)
-    dq, dk, dv = (leaf.grad for leaf in leaves)
-    assert dq is not None and dk is not None and dv is not None  # noqa: PT018
-    assert_same_gradients((dq, dk, dv), call())
+    expected = call.gradients()
+    for name, leaf in zip(GRADIENTS, leaves, strict=True):
+        assert leaf.grad is not None
+        assert_same_results({name: leaf.grad}, {name: expected[name]})
 
 
 @pytest.mark.usefixtures("deterministic_torch")
@@ -206,25 +209,16 @@ def test_activation_checkpointing(dropout_p: float, use_reentrant: bool) -> None
 def test_deterministic_algorithms_are_enough(feature: str) -> None:
     """Warnings are errors here; and torch fills new tensors with NaN, so none may be left over."""
     call = draw_call(64, "bf16", feature, nheads=4, nheads_k=2)
-    for gradient in call.with_options(deterministic=True)():
+    for gradient in call.with_options(deterministic=True).gradients().values():
         assert gradient.isfinite().all()
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        call.with_options(deterministic="never")()
+        call.with_options(deterministic="never").gradients()
     torch.use_deterministic_algorithms(True, warn_only=True)
     with pytest.warns(UserWarning, match="does not have a deterministic implementation"):
-        call.with_options(deterministic="never")()
+        call.with_options(deterministic="never").gradients()
 
 
-def test_backward_keeps_the_mode_of_the_forward() -> None:
-    call = draw_call(128, "bf16", seqlen_q=4096, nheads=2, nheads_k=2)
-    backward = call.repeated()
-    expected = backward()
-    with deterministic_mode(enabled=False):
-        for _ in range(20):
-            assert_same_gradients(backward(), expected)
-
-
-def upstreams_scratch(call: GradientCall, packed: bool) -> int:
+def upstreams_scratch(call: Call, packed: bool) -> int:
     """Bytes that upstream's backward without determinism takes beside dq, dk and dv.
 
     As in mha_bwd and mha_varlen_bwd of its flash_api.cpp: dq in fp32 and a number for each row,
@@ -238,23 +232,22 @@ def upstreams_scratch(call: GradientCall, packed: bool) -> int:
     return rows * nheads * (rounded + 1) * 4 + expanded
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["turns", "atomics"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(
-    ("batch", "seqlen", "nheads", "nheads_k"),
-    [(4, 4096, 16, 16), (2, 8192, 32, 8), (1, 16_384, 8, 1), (16, 512, 16, 4), (16, 512, 8, 4)],
-    ids=["mha", "gqa", "mqa", "short", "pairs"],
+@pairwise(
+    head_dim=(64, 96, 128, 192, 256),
+    shape={
+        "mha": (4, 4096, 16, 16),
+        "gqa": (2, 8192, 32, 8),
+        "mqa": (1, 16_384, 8, 1),
+        "short": (16, 512, 16, 4),
+        "pairs": (16, 512, 8, 4),
+    },
+    packed={"dense": False, "packed": True},
+    deterministic={"turns": True, "atomics": False},
 )
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids=lambda d: f"d{d}")
 def test_scratch_is_at_most_upstreams(
-    head_dim: int,
-    batch: int,
-    seqlen: int,
-    nheads: int,
-    nheads_k: int,
-    packed: bool,
-    deterministic: bool,
+    head_dim: int, shape: tuple[int, int, int, int], packed: bool, deterministic: bool
 ) -> None:
+    batch, seqlen, nheads, nheads_k = shape
     call = draw_call(
         head_dim, "bf16", batch=batch, seqlen_q=seqlen, nheads=nheads, nheads_k=nheads_k
     )
@@ -289,24 +282,26 @@ def test_scratch_is_at_most_upstreams(
     assert 0 < scratch <= allowed
 
 
-def test_batch_larger_than_a_grid_dimension() -> None:
+@pytest.mark.parametrize(
+    ("batch", "lengths", "nheads", "places"),
+    [
+        pytest.param(70_000, (2, 3), 1, (0, 65_535, 65_536, 69_999), id="grid"),
+        pytest.param(
+            33_000, (32, 32), 32, (0, 16_400, 32_999), marks=pytest.mark.slow, id="elements"
+        ),
+    ],
+)
+def test_batch_beyond_a_grid_dimension_and_2_to_31_elements(
+    batch: int, lengths: tuple[int, int], nheads: int, places: tuple[int, ...]
+) -> None:
     call = draw_call(
-        64, "bf16", "causal", batch=70_000, seqlen_q=2, seqlen_k=3, nheads=1, nheads_k=1
-    )
-    dq, dk, dv = call()
-    for i in (0, 65_535, 65_536, 69_999):
-        one = slice(i, i + 1)
-        assert_same_gradients(call.sequences(one)(), (dq[one], dk[one], dv[one]))
-
-
-@pytest.mark.slow
-def test_more_than_2_to_31_elements_over_the_batch() -> None:
-    call = draw_call(64, "bf16", "causal", batch=33_000, seqlen_q=32, nheads=32, nheads_k=32)
-    assert call.q.numel() > 2**31
-    dq, dk, dv = call()
-    for i in (0, 16_400, 32_999):
-        one = slice(i, i + 1)
-        assert_same_gradients(call.sequences(one)(), (dq[one], dk[one], dv[one]))
+        64, "bf16", "causal",
+        batch=batch, seqlen_q=lengths[0], seqlen_k=lengths[1], nheads=nheads, nheads_k=nheads,
+    )  # fmt: skip
+    assert nheads == 1 or call.q.numel() > 2**31
+    together = results(call)
+    for place in places:
+        assert_same_results(results(call.sequences([place])), pick(together, place))
 
 
 @pytest.mark.slow
@@ -318,38 +313,29 @@ def test_more_than_2_to_31_elements_in_a_sequence(seqlen_q: int, seqlen_k: int) 
         128, "bf16", batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=32, nheads_k=32
     )
     assert max(call.q.numel(), call.k.numel()) > 2**31
-    dq, dk, dv = call()
+    together = results(call)
     for h in (0, 31):
-        heads = slice(h, h + 1)
         alone = call.kv_heads(h, h + 1)
         names = ("q", "k", "v", "dout")
         alone = replace(alone, **{name: getattr(alone, name).contiguous() for name in names})
-        assert_same_gradients(alone(), (dq[:, :, heads], dk[:, :, heads], dv[:, :, heads]))
+        lse = together["softmax_lse"][:, h : h + 1]
+        expected = {name: t[:, :, h : h + 1] for name, t in together.items()}
+        assert_same_results(results(alone), {**expected, "softmax_lse": lse})
 
 
 @pytest.mark.slow
 def test_more_than_2_to_31_elements_of_packed_sequences() -> None:
     """Two sequences; the second begins beyond 2^31 elements, with groups of heads."""
     call = draw_call(128, "bf16", batch=1, seqlen_q=530_200, nheads=32, nheads_k=2)
+    # A window: each key is seen by few rows.
+    call = call.with_options(window_size=(64, 0))
     lengths = [530_000, 200]
     starts = int32([0, lengths[0], sum(lengths)])
-    q, k, v = (t[0].detach().requires_grad_() for t in (call.q, call.k, call.v))
-    # A window: each key is seen by few rows.
-    options: dict[str, Any] = {"window_size": (64, 0)}
-    longest = max(lengths)
-    out = flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
-    gradients = torch.autograd.grad(out, (q, k, v), call.dout[0])
-    own = slice(lengths[0], None)
+    leaves = [t[0].detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    out: Any = flash_attn_varlen_func(*leaves, starts, starts, *[max(lengths)] * 2, **call.keywords)
+    found = named_gradients(out, leaves, call.dout[0])
     names = ("q", "k", "v", "dout")
-    last = replace(call, **{name: getattr(call, name)[:, own].contiguous() for name in names})
-    for gradient, expected in zip(gradients, last.with_options(**options)(), strict=True):
-        assert same_bits(gradient[None, own], expected)
-    assert bits(gradients[0][: lengths[0]]).any()
-
-
-def test_double_backward_is_refused() -> None:
-    call = draw_call(64, "bf16")
-    leaves, out = call.forward()
-    (dq,) = torch.autograd.grad(out, leaves[0], call.dout, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        torch.autograd.grad(dq.sum(), leaves[0])
+    last = {name: getattr(call, name)[:, lengths[0] :].contiguous() for name in names}
+    own = {name: gradient[None, lengths[0] :] for name, gradient in found.items()}
+    assert_same_results(own, replace(call, **last).gradients())
+    assert bits(found["dq"][: lengths[0]]).any()

@@ -59,7 +59,7 @@ def test_the_path_follows_from_what_fills_the_gpu(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm80")  # Hopper's: ../families/test_parts.py
+    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm80")  # Hopper's: ../families/test_families.py
     one = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     q = one.expand(batch, seqlen_q, nheads, 64)
     k = one.expand(batch, seqlen_k, nheads_k, 64)

@@ -1,44 +1,66 @@
 """Hopper's kernels and those for every GPU give the same bits: one family forced against the other.
 
-FLASH_ATTENTION_FAMILY is read in each call. Lists of forward calls are those of test_parts.py,
-which runs them in both families and both schedules, and of `verify`; drawn ones are here.
+So do Hopper's walk over all splits and its part for each, which has several launches and a counter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from flash_attn_deterministic import (
-    explain,
-    flash_attn_func,
-)
+from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
 from flash_attn_deterministic.tree import CHUNK_ROWS, add_up
+from flash_attn_deterministic.verify.contract.call import Call, Tensors
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     DTYPES,
     assert_same,
+    attend,
+    each_config,
     make_qkv,
+    named,
     pairwise,
     skip_unless_built,
 )
 from tests.gpu.drawn_calls import draw_call
-from tests.gpu.gradients import GradientCall, Gradients, assert_same_gradients, int32, run_packed
+from tests.gpu.gradients import (
+    assert_same_results,
+    int32,
+    results,
+)
 from tests.gpu.gradients import draw_call as draw_gradient_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
-VARIABLE = "FLASH_ATTENTION_FAMILY"
-PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
-
-
+# Those of Hopper's forward: the plan's choice, and each of its paths.
+SCHEDULES = ("family=sm90", "family=sm90,path=one_cta", "family=sm90,path=parts")
+CONFIGS = each_config(
+    (
+        *((8, "bf16"), (32, "bf16"), (40, "fp16"), (64, "bf16"), (96, "bf16"), (112, "bf16")),
+        *((128, "fp16"), (160, "fp16"), (192, "bf16"), (256, "fp16")),
+    )
+)
 # Head dims of each kernel, those padded to it included.
 RANGES = {32: range(1, 33), 64: range(33, 65), 96: range(65, 97), 128: range(97, 129)}
 RANGES |= {192: range(129, 193), 256: range(193, 257)}
+
+
+def assert_schedules_agree(
+    run: Callable[[], tuple[torch.Tensor, ...]],
+    schedules: tuple[str, ...] = SCHEDULES,
+    words: str = "",
+) -> None:
+    """Compares each schedule of a forward with the sm80 family."""
+    with device_override("family=sm80"):
+        expected = run()
+    for schedule in schedules:
+        with device_override(schedule):
+            found = run()
+        names = ("out", "softmax_lse")
+        assert_same(found, expected, tuple(f"{name}, {schedule} {words}" for name in names))
 
 
 @pytest.mark.parametrize(
@@ -46,46 +68,92 @@ RANGES |= {192: range(129, 193), 256: range(193, 257)}
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", RANGES)
-def test_drawn_calls(
-    head_dim: int, dtype: str, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_calls(head_dim: int, dtype: str, calls: int) -> None:
+    """Lengths at the edges of splits and tiles, empty sequences, NaN behind caches and pages."""
     skip_unless_built(head_dim, dtype)
     first = 1_000_000 * head_dim + 100_000 * (dtype == "fp16")
     taken = 0
     for seed in range(first, first + calls):
         call = draw_call(seed, RANGES[head_dim], DTYPES[dtype])
-        monkeypatch.setenv(VARIABLE, "sm90")
-        taken += call.plan.family == "sm90"
-        found = call()
-        with monkeypatch.context() as context:
-            context.setenv(*PARTS)
-            parts = call()
-        monkeypatch.setenv(VARIABLE, "sm80")
-        assert call.plan.family == "sm80"
-        expected = call()
-        assert_same(found, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
-        assert_same(parts, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+        with device_override("family=sm80"):
+            assert call.plan.family == "sm80"
+        with device_override("family=sm90"):
+            taken += call.plan.family == "sm90"
+        assert_schedules_agree(call, words=call.words)
     # Views whose strides the copy engine does not take, for instance, are left to the sm80 family.
     assert taken >= 0.7 * calls
 
 
-BACKWARD = {
-    f"d{d}-{t}": (d, t)
-    for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256)
-    for t in ("bf16", "fp16")
-}
-BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
+@CONFIGS
+def test_negative_zeros(head_dim: int, dtype: str) -> None:
+    """The first product of a chain adds to nothing in one family, and to 0 in the other."""
+    skip_unless_built(head_dim, dtype)
+    q, k, _ = make_qkv((2, 200, 8, head_dim), 700, 2, dtype=DTYPES[dtype])
+    with deterministic_mode(split_size=256):
+        assert_schedules_agree(lambda: attend(q, k, -torch.zeros_like(k), causal=True))
 
 
-def assert_gradients_agree(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[Gradients]]
+@CONFIGS
+def test_however_many_take_parts(head_dim: int, dtype: str) -> None:
+    """One CTA takes all parts, or each its own."""
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, 200, 8, head_dim), 1100, 2, dtype=DTYPES[dtype])
+    counts = tuple(f"family=sm90,path=parts,sms={sms}" for sms in (1, 7, 132, 10_000))
+    with deterministic_mode(split_size=256):
+        with device_override(counts[0]):
+            plan = explain(flash_attn_func, q, k, v, causal=True)
+        assert (plan.family, plan.path) == ("sm90", "parts")
+        assert_schedules_agree(lambda: attend(q, k, v, causal=True), counts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k", "nheads", "head_dim", "family", "path"),
+    [
+        (1, 512, 32_768, 32, 64, "sm90", "parts"),
+        (1, 512, 32_768, 32, 128, "sm90", "one-cta"),
+        (1, 128, 32_768, 32, 128, "sm90", "parts"),
+        (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
+        (4, 5, 4096, 32, 128, "sm90", "parts"),
+        (4, 1, 4096, 32, 256, "sm90", "parts"),
+        (8, 16, 777, 32, 128, "sm90", "one-cta"),
+        (8, 8, 777, 56, 128, "sm90", "one-cta"),
+        (1, 1, 4096, 32, 128, "sm80", "scores-first"),
+        (1, 16, 4096, 32, 128, "sm90", "parts"),
+    ],
+    ids=[
+        "idle-sms",
+        "few-idle-sms",
+        "short-chunk",
+        "prefill",
+        "5-queries",
+        "head-dim-256",
+        "one-split-of-64-rows",
+        "one-split-of-56-rows",
+        "one-query",
+        "16-queries-of-one",
+    ],
+)
+def test_parts_are_left_where_they_pay(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    head_dim: int,
+    family: str,
+    path: str,
 ) -> None:
-    results = {}
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(VARIABLE, family)
-        results[family] = run()
-    for left, right in zip(results["sm90"], results["sm80"], strict=True):
-        assert_same_gradients(left, right)
+    """SMs would idle, or few queries have many rows; `bench --study paths` times the choice."""
+    skip_unless_built(head_dim, "bf16")
+    one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = one.expand(batch, seqlen_q, nheads, head_dim)
+    k = one.expand(batch, seqlen_k, 8, head_dim)
+    with device_override("sms=132"):
+        plan = explain(flash_attn_func, q, k, k, causal=True)
+    assert (plan.family, plan.path) == (family, path)
+
+
+BACKWARD = named([(d, t) for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256) for t in DTYPES])
+BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +176,10 @@ def test_sums_of_heads_side_by_side_fit_into_a_share_of_l2(
     family: str,
     share: int,
     least: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skip_unless_built(128, "bf16", "bwd")
     q, k, v = make_qkv((1, seqlen, 6, 128))
-    monkeypatch.setenv(VARIABLE, family)
-    with device_override(f"sms={sms}"):
+    with device_override(f"family={family},sms={sms}"):
         plan = explain(flash_attn_func, q, k, v, window_size=window, deterministic=True)
     assert plan.backward is not None
     sums = 4 * -(-seqlen // 128) * 128 * 128
@@ -131,24 +197,13 @@ def test_heads_side_by_side_may_be_set() -> None:
     assert plan.backward.heads_in_flight == 7
 
 
-@pairwise(config=BACKWARD, feature=BACKWARD_FEATURES)
-def test_gradients_of_packed_sequences(
-    config: tuple[int, str], feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = [(300, 300), (0, 17), (1, 900), (65, 0), (640, 129)]
-    calls = [
-        draw_gradient_call(*config, feature, batch=1, seqlen_q=q, seqlen_k=k, seed=seed)
-        for seed, (q, k) in enumerate(lengths)
-    ]
-    assert_gradients_agree(monkeypatch, lambda: run_packed(calls, spare=7))
-
-
 @pytest.mark.parametrize("feature", ["softcap", "alibi", "dropout"])
-def test_gradients_that_hopper_leaves_to_the_others(
-    feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_hopper_leaves_to_the_others(feature: str) -> None:
     call = draw_gradient_call(64, "bf16", feature)
-    assert_gradients_agree(monkeypatch, lambda: [call()])
+    with device_override("family=sm80"):
+        expected = results(call)
+    with device_override("family=sm90"):
+        assert_same_results(results(call), expected)
 
 
 @pairwise(
@@ -162,20 +217,18 @@ def test_sums_of_runs_of_chunks_are_those_of_one_call(
     nheads_k: int,
     causal: bool,
     family: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, family)
     seqlen = 5 * CHUNK_ROWS + 100
     call = draw_gradient_call(
         *config, "causal" if causal else "full", batch=1, nheads_k=nheads_k,
         seqlen_q=seqlen, seqlen_k=300 if not causal else seqlen,
     )  # fmt: skip
-    assert_same_gradients(in_runs(call, {(2, 0): (0, 4), (1, 2): (4, 6)}, causal), call())
+    with device_override(f"family={family}"):
+        found = in_runs(call, {(2, 0): (0, 4), (1, 2): (4, 6)}, causal)
+        assert_same_results(found, call.gradients())
 
 
-def in_runs(
-    call: GradientCall, runs: dict[tuple[int, int], tuple[int, int]], causal: bool
-) -> Gradients:
+def in_runs(call: Call, runs: dict[tuple[int, int], tuple[int, int]], causal: bool) -> Tensors:
     """dq, dk, dv of a call of one sequence, of the sums over runs [begin, end) of chunks."""
     out, lse, _ = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True, **call.options)
     scale = call.q.shape[-1] ** -0.5
@@ -210,7 +263,7 @@ def in_runs(
     total = add_up(sums, chunks, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
     assert total is not None
     dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*total, call.k, scale, 0.0, 0.0)
-    return dq, dk[None], dv[None]
+    return {"dq": dq, "dk": dk[None], "dv": dv[None]}
 
 
 @pairwise(
@@ -227,27 +280,25 @@ def test_gradients_are_those_of_every_family_and_path(
     feature: str,
     nheads_k: int,
     seqlens: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seqlen_q, seqlen_k = seqlens
     call = draw_gradient_call(
         *config, feature, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
     found = []
-    for family, path in itertools.product(("sm80", "sm90"), ("one_cta", "parts", "")):
-        monkeypatch.setenv(VARIABLE, family)
-        plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
-        assert plan.backward is not None
-        assert plan.backward.family == family
-        with device_override(f"path={path}") if path else contextlib.nullcontext():
-            found.append(call())
+    for family, path in itertools.product(("sm80", "sm90"), (",path=one_cta", ",path=parts", "")):
+        with device_override(f"family={family}" + path):
+            plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
+            assert plan.backward is not None
+            assert plan.backward.family == family
+            found.append(call.gradients())
     for one in found[1:]:
-        assert_same_gradients(one, found[0])
+        assert_same_results(one, found[0])
 
 
 def test_a_wrong_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_built(64, "bf16")
-    monkeypatch.setenv(VARIABLE, "sm75")
+    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm75")
     q, k, v = make_qkv((1, 64, 1, 64))
     with pytest.raises(RuntimeError, match="FLASH_ATTENTION_FAMILY: expected the family sm80 or"):
         flash_attn_func(q, k, v)

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
+from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic.interface.call import draw_rng_state
+from flash_attn_deterministic.reference.dropout import keep_mask
+from flash_attn_deterministic.verify.contract import layouts
+from flash_attn_deterministic.verify.contract.call import Call, pick
+from flash_attn_deterministic.verify.contract.device_override import device_override
+from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import DTYPES, assert_same, each_config, same_bits
+from tests.gpu.attention import each_config, named, pairwise, same_bits
 from tests.gpu.gradients import (
     DROPOUT_FEATURES,
-    GradientCall,
+    GRADIENTS,
+    SEED,
+    assert_same_results,
     draw_call,
     int32,
-    kept,
-    rng_state,
-    visible_keys,
+    repeating,
+    results,
 )
 
 pytestmark = pytest.mark.gpu
 
 CONFIGS = (
-    (32, "bf16"),
-    (40, "fp16"),
-    (64, "bf16"),
-    (64, "fp16"),
-    (96, "bf16"),
-    (128, "fp16"),
-    (128, "bf16"),
-    (192, "bf16"),
-    (256, "bf16"),
+    *((32, "bf16"), (40, "fp16"), (64, "bf16"), (64, "fp16"), (96, "bf16"), (128, "fp16")),
+    *((128, "bf16"), (192, "bf16"), (256, "bf16")),
 )
-CONFIG = each_config(CONFIGS)
-FEATURE = pytest.mark.parametrize("feature", DROPOUT_FEATURES)
+PATHS = ("path=one_cta", "path=parts")
+
+
+def rng_state(seed: int) -> torch.Tensor:
+    """The seed and offset that a call with dropout draws first after torch.manual_seed(seed)."""
+    torch.manual_seed(seed)
+    return draw_rng_state(torch.device("cuda"))
+
+
+def kept(call: Call) -> torch.Tensor:
+    """The dropout mask of a call: (batch, nheads, seqlen_q, seqlen_k), bool."""
+    batch, seqlen_q, nheads, _ = call.q.shape
+    return keep_mask(
+        rng_state(SEED),
+        call.options["dropout_p"],
+        torch.arange(batch, device="cuda"),
+        torch.arange(nheads, device="cuda"),
+        (0, seqlen_q),
+        (0, call.k.shape[1]),
+    )
 
 
 def one_hot_blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -55,71 +73,78 @@ def one_hot_blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return blocks
 
 
-def uniform(call: GradientCall) -> GradientCall:
+def uniform(call: Call) -> Call:
     """The same call with all scores 0: each visible key has the same weight, kept or not."""
     return replace(call, q=torch.zeros_like(call.q), k=torch.zeros_like(call.k), slopes=None)
 
 
-def mask_of_forward(call: GradientCall) -> torch.Tensor:
+def mask_of_forward(
+    call: Call, run: Callable[[Call], torch.Tensor] = lambda call: call()["out"]
+) -> torch.Tensor:
     """Where out has a weight: (batch, nheads, seqlen_q, seqlen_k), bool."""
-    parts = []
-    group = call.q.shape[2] // call.k.shape[2]
-    assert group == 1
-    for v in one_hot_blocks(call.v):
-        _, out = replace(call, v=v).forward()
-        parts.append(out.detach().transpose(1, 2) != 0)
+    assert call.q.shape[2] == call.k.shape[2]
+    parts = [run(replace(call, v=v)).transpose(1, 2) != 0 for v in one_hot_blocks(call.v)]
     return torch.cat(parts, -1)[..., : call.k.shape[1]]
 
 
-def mask_of_backward(call: GradientCall) -> torch.Tensor:
+def mask_of_backward(call: Call) -> torch.Tensor:
     """Where dv has a weight: (batch, nheads, seqlen_q, seqlen_k), bool."""
-    parts = []
-    for dout in one_hot_blocks(call.dout):
-        _, _, dv = replace(call, dout=dout)()
-        parts.append(dv.transpose(1, 2) != 0)
+    parts = [
+        replace(call, dout=dout).gradients()["dv"].transpose(1, 2) != 0
+        for dout in one_hot_blocks(call.dout)
+    ]
     return torch.cat(parts, -1)[..., : call.q.shape[1]].transpose(2, 3)
 
 
-def expected_mask(call: GradientCall) -> torch.Tensor:
-    """What Python says: keys that a row sees and keeps."""
-    visible = visible_keys(
-        call.q.shape[1],
-        call.k.shape[1],
-        call.options.get("causal", False),
-        call.options.get("window_size", (-1, -1)),
-    )
-    return kept(call) & visible
-
-
-@FEATURE
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(130, 261), (200, 77), (1, 300)], ids=["keys", "rows", "one-row"]
+@pairwise(
+    config=named(CONFIGS),
+    feature=DROPOUT_FEATURES,
+    lengths={"keys": (130, 400), "rows": (200, 77), "one-row": (1, 300)},
+    split_size=(64, 128, 0),
+    path=PATHS,
 )
-@CONFIG
-def test_mask(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int, feature: str) -> None:
-    call = uniform(
-        draw_call(
-            head_dim, dtype, feature, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads_k=4
-        )
-    )
-    expected = expected_mask(call)
-    assert torch.equal(mask_of_forward(call), expected)
-    assert torch.equal(mask_of_backward(call), expected)
+def test_mask(
+    config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int, path: str
+) -> None:
+    seqlen_q, seqlen_k = lengths
+    call = draw_call(*config, feature, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads_k=4)
+    call = uniform(call).with_options(split_size=split_size)
+    masks = {n: call.options[n] for n in ("causal", "window_size") if n in call.options}
+    exact = Definition(**masks)
+    visible = mask_of_forward(call, lambda one: exact.forward(one.q, one.k, one.v).out)
+    with device_override(path):
+        assert torch.equal(mask_of_forward(call), kept(call) & visible)
+        assert torch.equal(mask_of_backward(call), kept(call) & visible)
 
 
-@pytest.mark.parametrize("split_size", [64, 128, 0])
-@pytest.mark.parametrize(("batch", "path"), [(1, "parts"), (80, "one-cta")])
-def test_mask_on_each_path(batch: int, path: str, split_size: int) -> None:
-    call = uniform(
-        draw_call(64, "bf16", "dropout", batch=batch, seqlen_q=130, seqlen_k=400, nheads_k=4)
-    ).with_options(split_size=split_size)
-    if split_size:
-        plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
-        assert plan.path == path
-    assert torch.equal(mask_of_forward(call), expected_mask(call))
+@pairwise(config=named(CONFIGS), feature=DROPOUT_FEATURES)
+def test_bits_follow_the_seed_and_the_indices(config: tuple[int, str], feature: str) -> None:
+    """The mask follows indices of sequences and heads, so only the last ones can go."""
+    call = draw_call(*config, feature, batch=4, nheads=12, nheads_k=4).with_options(split_size=128)
+    together = results(call)
+    for path in PATHS:
+        with device_override(path):
+            assert_same_results(results(call), together)
+    other = results(replace(call, attention=repeating(6)))
+    assert not any(same_bits(other[name], together[name]) for name in ("out", *GRADIENTS))
+    # softmax_lse is that of all weights.
+    assert same_bits(call.with_options(dropout_p=0.0)()["softmax_lse"], together["softmax_lse"])
+    for end in (1, 3):
+        first = call.sequences(slice(0, end))
+        assert_same_results(results(first), pick(together, list(range(end))))
+        heads = {"dk": end, "dv": end}
+        expected = {
+            name: t[:, : 3 * end] if name in ("softmax_lse", "probs")
+            else t[:, :, : heads.get(name, 3 * end)]
+            for name, t in together.items()
+        }  # fmt: skip
+        assert_same_results(results(call.kv_heads(0, end)), expected)
+    packed = layouts.packed(call, [333] * 4, [333] * 4, spare=5, gradients=True)
+    for index, (_, own) in enumerate(packed.parts):
+        assert_same_results(own, {name: pick(together, index)[name] for name in own})
 
 
-@CONFIG
+@each_config(CONFIGS)
 def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
     """A sequence of a packed batch has the mask of its index, from its own first token on."""
     lengths_q, lengths_k = [65, 0, 1, 130, 40], [70, 33, 129, 64, 0]
@@ -130,7 +155,7 @@ def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
     call = uniform(call)
     masks = []
     for v in one_hot_blocks(call.v):
-        torch.manual_seed(call.seed)
+        torch.manual_seed(SEED)
         out = flash_attn_varlen_func(
             call.q[0],
             call.k[0],
@@ -145,7 +170,7 @@ def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
     found = torch.cat(masks, -1)  # (nheads, total_q, total_k)
     for index, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         expected = keep_mask(
-            rng_state(call.seed),
+            rng_state(SEED),
             0.3,
             torch.tensor([index], device="cuda"),
             torch.arange(4, device="cuda"),
@@ -156,68 +181,14 @@ def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
         assert torch.equal(found[:, own, starts_k[index] : starts_k[index + 1]], expected[0]), index
 
 
-@FEATURE
-@CONFIG
-def test_forward_bits(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, batch=4, nheads=8, nheads_k=4)
-
-    def run(one: GradientCall) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(one.seed)
-        out, softmax_lse, _ = flash_attn_func(
-            one.q, one.k, one.v, alibi_slopes=one.slopes, return_attn_probs=True, **one.options
-        )
-        return out, softmax_lse
-
-    out, softmax_lse = run(call)
-    assert_same(run(call), (out, softmax_lse))
-    assert not same_bits(run(replace(call, seed=6))[0], out)
-    # The mask follows indices of sequences and heads, so only the last ones can go.
-    first = slice(0, 3)
-    assert_same(run(call.sequences(first)), (out[first], softmax_lse[first]))
-    assert_same(run(call.kv_heads(0, 2)), (out[:, :, :4], softmax_lse[:, :4]))
-    # softmax_lse is that of all weights.
-    assert same_bits(run(call.with_options(dropout_p=0.0))[1], softmax_lse)
+@pairwise(config=named(CONFIGS), feature=DROPOUT_FEATURES)
+def test_s_dmask(config: tuple[int, str], feature: str) -> None:
+    """Its signs are the mask; `verify` compares out with the float64 of these signs."""
+    call = draw_call(*config, feature, seqlen_q=100, seqlen_k=140)
+    assert torch.equal(call()["probs"].signbit(), ~kept(call))
 
 
-@pytest.mark.parametrize("feature", ["dropout", "dropout-window"])
-@CONFIG
-def test_one_cta_or_many(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, batch=70, seqlen_q=130, seqlen_k=700)
-    call = call.with_options(split_size=128)
-    paths = []
-    outs = []
-    for one in (call, call.sequences(slice(0, 1))):
-        plan = explain(flash_attn_func, one.q, one.k, one.v, alibi_slopes=one.slopes, **one.options)
-        paths.append(plan.path)
-        outs.append(one.forward()[1].detach())
-    assert paths == ["one-cta", "parts"]
-    assert same_bits(outs[0][:1], outs[1])
-
-
-@FEATURE
-@CONFIG
-def test_s_dmask(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, seqlen_q=100, seqlen_k=140)
-    torch.manual_seed(call.seed)
-    out, _, s_dmask = flash_attn_func(
-        call.q,
-        call.k,
-        call.v,
-        alibi_slopes=call.slopes,
-        return_attn_probs=True,
-        **call.options,
-    )
-    assert s_dmask.shape == (2, 4, 100, 140)
-    assert torch.equal(s_dmask.signbit(), ~kept(call))
-    assert torch.equal(s_dmask > 0, expected_mask(call) & (s_dmask != 0))
-    probs = s_dmask.double().clamp(min=0) / keep_probability(call.options["dropout_p"])
-    v = call.v.double().repeat_interleave(2, dim=2)
-    made = torch.einsum("bhij,bjhd->bihd", probs, v)
-    eps = torch.finfo(DTYPES[dtype]).eps
-    torch.testing.assert_close(out.double(), made, rtol=0, atol=6 * eps)
-
-
-def test_the_generator_goes_on() -> None:
+def test_the_generator_goes_on_with_dropout_alone() -> None:
     call = draw_call(64, "bf16", "dropout")
     torch.manual_seed(3)
     first, second = (flash_attn_func(call.q, call.k, call.v, 0.2) for _ in range(2))
@@ -225,13 +196,9 @@ def test_the_generator_goes_on() -> None:
     torch.manual_seed(3)
     for expected in (first, second):
         assert same_bits(flash_attn_func(call.q, call.k, call.v, 0.2), expected)
-
-
-def test_no_dropout_draws_nothing() -> None:
-    call = draw_call(64, "bf16")
-    before = torch.cuda.get_rng_state()
-    flash_attn_func(call.q, call.k, call.v, 0.0)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
+        before = torch.cuda.get_rng_state()
+        flash_attn_func(call.q, call.k, call.v, 0.0)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_replay_of_a_cuda_graph_draws_new_numbers() -> None:

@@ -15,6 +15,8 @@ from flash_attn_deterministic import (
     flash_attn_with_kvcache,
 )
 from flash_attn_deterministic.verify import bounds
+from flash_attn_deterministic.verify.contract import layouts
+from flash_attn_deterministic.verify.contract.call import Attention, draw
 from flash_attn_deterministic.verify.exact import Definition
 
 from tests.gpu.attention import (
@@ -51,30 +53,12 @@ def test_decode_of_more_than_65536_tokens(
 
 def test_leftpad_of_varlen() -> None:
     skip_unless_built(64, "bf16")
-    q, k, v = make_qkv((3, 70, 4, 64), 700, 2)
-    lengths, leftpad = [700, 600, 70], [0, 37, 64]
-    k[1, :37], v[2, :64] = math.nan, math.nan
-    k[1, 600:], v[2, 70:] = math.nan, math.nan
-    out, softmax_lse, _ = flash_attn_varlen_func(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        int32(range(0, 280, 70)),
-        int32(range(0, 2800, 700)),
-        70,
-        700,
-        causal=True,
-        seqused_k=int32(lengths),
-        leftpad_k=int32(leftpad),
-        return_attn_probs=True,
-    )
-    for index, (length, pad) in enumerate(zip(lengths, leftpad, strict=True)):
-        own = slice(70 * index, 70 * index + 70)
-        one = slice(index, index + 1)
-        expected = flash_attn_func(
-            q[one], k[one, pad:length], v[one, pad:length], causal=True, return_attn_probs=True
-        )
-        assert_same((out[None, own], softmax_lse[None, :, own]), expected[:2])
+    call = draw(
+        Attention.installed(), (3, 70, 4, 64), 700, 2,
+        dtype="bf16", device="cuda", seed=0, options={"causal": True},
+    )  # fmt: skip
+    for one, own in layouts.packed(call, [70] * 3, [700, 600, 6], room=764, leftpad=64).parts:
+        assert_same(tuple(own.values()), tuple(one().values()))
 
 
 def make_cache(
@@ -100,16 +84,6 @@ def test_equal_batch_indices_without_appending() -> None:
     )
     order = [1, 1, 2]
     expected = flash_attn_func(q, k_cache[order], v_cache[order], return_attn_probs=True)
-    assert_same(result, expected[:2])
-
-
-@pytest.mark.parametrize("num_splits", [0, 1, 7])
-def test_num_splits_changes_nothing(num_splits: int) -> None:
-    q, k_cache, v_cache, _, _ = make_cache(64, "bf16", capacity=3000)
-    expected = flash_attn_func(q, k_cache, v_cache, return_attn_probs=True, split_size=512)
-    result = flash_attn_with_kvcache(
-        q, k_cache, v_cache, num_splits=num_splits, return_softmax_lse=True, split_size=512
-    )
     assert_same(result, expected[:2])
 
 

@@ -63,6 +63,8 @@ def test_packed_sequences_with_tokens_of_none(
     skip_unless_built(head_dim, dtype)
     starts = int32([0, 130, 130, 131, 280])
     q, k, v = (x[0] for x in make_qkv((1, 300, 4, head_dim), 300, 4, dtype=DTYPES[dtype]))
+    for tensor in (q, k, v):
+        tensor[280:] = float("nan")
     lengths = (starts, starts, 149, 149)
     out, dq, dk, dv = results(flash_attn_varlen_func, (q, k, v), *lengths, **options)
     packed: Tensors = (torch.stack((q, k, v), 1),)

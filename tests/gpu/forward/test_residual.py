@@ -20,33 +20,37 @@ from flash_attn_deterministic import (
     set_deterministic_mode,
 )
 from flash_attn_deterministic.reference import restored
+from flash_attn_deterministic.verify.contract.call import Call
+from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
 from tests.gpu.attention import (
     DTYPES,
+    SCHEDULES,
     assert_contract,
     assert_same,
     each_config,
     make_qkv,
+    named,
     pairwise,
     same_bits,
 )
 from tests.gpu.gradients import (
     ALL_FEATURES,
-    GradientCall,
-    assert_same_gradients,
+    GRADIENTS,
+    SEED,
+    assert_same_results,
     draw_call,
 )
 
 pytestmark = pytest.mark.gpu
 
 OPS = torch.ops.flash_attn_deterministic
-HELD = {f"d{d}-{t}": (d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")}
+HELD = named([(d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in DTYPES])
 CONFIG = each_config(list(HELD.values()))
 CONTRACT_FEATURES = ("full", "causal", "window", "everything", "sink")
+NAMES = ("out", "softmax_lse", "residual", "out with gradients", *GRADIENTS)
 SPLIT = {"one-split": 0, "splits-of-128": 128}
-FAMILY = "FLASH_ATTENTION_FAMILY"
-DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
 
 
 @pytest.fixture(autouse=True)
@@ -57,34 +61,25 @@ def _kept() -> Any:
     set_deterministic_mode(*before)
 
 
-def results(call: GradientCall) -> tuple[torch.Tensor, ...]:
+def results(call: Call) -> tuple[torch.Tensor, ...]:
     """out and the gradients."""
-    leaves, out = call.forward()
+    leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    torch.manual_seed(SEED)
+    out: Any = flash_attn_func(*leaves, **call.keywords)
     return (out.detach(), *torch.autograd.grad(out, leaves, call.dout))
 
 
-def kept(call: GradientCall, split_size: int) -> tuple[torch.Tensor, ...]:
+def kept(call: Call, split_size: int) -> tuple[torch.Tensor, ...]:
     """out, softmax_lse and the residual of the op."""
     options = call.options
     left, right = options.get("window_size", (-1, -1))
-    state = torch.tensor([call.seed, 7], device="cuda")
+    state = torch.tensor([SEED, 7], device="cuda")
     found: tuple[torch.Tensor, ...] = OPS.fwd_with_residual(
         *(call.q, call.k, call.v, call.slopes, state, options.get("dropout_p", 0.0)),
         *(call.q.shape[-1] ** -0.5, left, 0 if options.get("causal") else right),
         *(options.get("softcap", 0.0), split_size, True, True),
     )
     return found
-
-
-def assert_paths_agree(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], run: Callable[[], tuple[torch.Tensor, ...]]
-) -> None:
-    monkeypatch.delenv(DEVICE, raising=False)
-    expected = run()
-    assert not expected[2].isnan().any()
-    for name in names:
-        monkeypatch.setenv(DEVICE, name)
-        assert_same(run(), expected, ("out", "softmax_lse", "residual"))
 
 
 @pairwise(config=HELD, split_size=SPLIT, feature=list(ALL_FEATURES))
@@ -114,42 +109,24 @@ def test_lse_stays(head_dim: int, dtype: str) -> None:
 
 
 @pairwise(
-    config=HELD, split_size=SPLIT, feature=("full", "causal", "window", "softcap", "everything")
+    config=HELD,
+    split_size=SPLIT,
+    feature=("full", "causal", "window", "softcap", "alibi", "everything", "dropout"),
+    shape={"long": (300, 4), "short": (150, 4), "few-queries": (5, 8)},
 )
-def test_families_agree(
-    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+def test_every_schedule_has_the_same_bits(
+    config: tuple[int, str], split_size: int, feature: str, shape: tuple[int, int]
 ) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
-    call = draw_call(*config, feature, seqlen_q=300, seqlen_k=700)
-    call = call.with_options(split_size=split_size)
-    found = {}
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(FAMILY, family)
-        found[family] = results(call)
-    assert_same(found["sm90"], found["sm80"], ("out", "dq", "dk", "dv"))
+    call = draw_call(*config, feature, seqlen_q=shape[0], seqlen_k=700, nheads=shape[1])
 
+    def run() -> tuple[torch.Tensor, ...]:
+        return (*kept(call, split_size), *results(call.with_options(split_size=split_size)))
 
-@pairwise(config=HELD, split_size=SPLIT, feature=("full", "causal", "everything", "dropout"))
-def test_paths_of_long_calls_agree(
-    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = draw_call(*config, feature, seqlen_q=150, seqlen_k=700)
-    families = [
-        f"family={family},path={path}"
-        for family in ("sm80", "sm90")
-        for path in ("one_cta", "parts")
-    ]
-    assert_paths_agree(monkeypatch, families, lambda: kept(call, split_size))
-
-
-@pairwise(config=HELD, split_size=SPLIT, feature=("full", "causal", "window", "alibi"))
-def test_paths_of_few_queries_agree(
-    config: tuple[int, str], split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = draw_call(*config, feature, seqlen_q=5, seqlen_k=700, nheads=8)
-    names = [f"path={path}" for path in ("one_cta", "parts", "few_rows", "scores_first")]
-    assert_paths_agree(monkeypatch, names, lambda: kept(call, split_size))
+    expected = run()
+    assert not expected[2].isnan().any()
+    for schedule in SCHEDULES:
+        with device_override(schedule):
+            assert_same(run(), expected, NAMES)
 
 
 @pytest.mark.parametrize("row", ["backward", "dropout"])
@@ -167,8 +144,8 @@ def test_qkvpacked_calls_have_the_bits_of_plain_ones(dtype: str) -> None:
     qkv = torch.stack((call.q, call.k, call.v), 2).requires_grad_()
     out = flash_attn_qkvpacked_func(qkv, causal=True)
     (gradient,) = torch.autograd.grad(out, [qkv], call.dout)
-    dq, dk, dv = gradient.unbind(2)
-    assert_same_gradients((dq, dk, dv), call())
+    found = dict(zip(GRADIENTS, gradient.unbind(2), strict=True))
+    assert_same_results(found, call.gradients())
 
 
 def test_memory_is_what_explain_says() -> None:

@@ -280,19 +280,17 @@ def test_append_more_heads_than_a_grid_is_high(rotates: bool) -> None:
         assert_same((whole,), (torch.cat(some, dim=dim),), (name,))
 
 
-def test_append_more_tokens_than_a_grid_is_high() -> None:
+@pytest.mark.parametrize(
+    ("shape", "seqlen_k", "old"),
+    [((2, 1, 2, 64), MAX_GRID_Y + 1000, 100), ((MAX_GRID_Y + 1000, 1, 1, 64), 4, 3)],
+    ids=["tokens", "sequences"],
+)
+def test_append_more_than_a_grid_is_high(
+    shape: tuple[int, int, int, int], seqlen_k: int, old: int
+) -> None:
     skip_unless_built(64, "bf16")
-    q, k, v = make_qkv((2, 1, 2, 64), seqlen_k=MAX_GRID_Y + 1000)
-    out, softmax_lse, k_cache, v_cache = append(q, k, v, 100, None)
-    assert same_bits(k_cache, k)
-    assert same_bits(v_cache, v)
-    assert_same((out, softmax_lse), attend(q, k, v, causal=True))
-
-
-def test_append_to_more_sequences_than_a_grid_is_high() -> None:
-    skip_unless_built(64, "bf16")
-    q, k, v = make_qkv((MAX_GRID_Y + 1000, 1, 1, 64), seqlen_k=4)
-    out, softmax_lse, k_cache, v_cache = append(q, k, v, 3, None)
+    q, k, v = make_qkv(shape, seqlen_k=seqlen_k)
+    out, softmax_lse, k_cache, v_cache = append(q, k, v, old, None)
     assert same_bits(k_cache, k)
     assert same_bits(v_cache, v)
     assert_same((out, softmax_lse), attend(q, k, v, causal=True))
