@@ -13,7 +13,7 @@ from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.interface.call import draw_rng_state
 from flash_attn_deterministic.reference.dropout import keep_mask
 from flash_attn_deterministic.verify.contract import layouts
-from flash_attn_deterministic.verify.contract.call import Call, pick
+from flash_attn_deterministic.verify.contract.call import Call, part
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -131,17 +131,12 @@ def test_bits_follow_the_seed_and_the_indices(config: tuple[int, str], feature: 
     assert same_bits(call.with_options(dropout_p=0.0)()["softmax_lse"], together["softmax_lse"])
     for end in (1, 3):
         first = call.sequences(slice(0, end))
-        assert_same_results(results(first), pick(together, list(range(end))))
-        heads = {"dk": end, "dv": end}
-        expected = {
-            name: t[:, : 3 * end] if name in ("softmax_lse", "probs")
-            else t[:, :, : heads.get(name, 3 * end)]
-            for name, t in together.items()
-        }  # fmt: skip
+        assert_same_results(results(first), part(together, b=slice(0, end)))
+        expected = part(together, h=slice(0, 3 * end), g=slice(0, end))
         assert_same_results(results(call.kv_heads(0, end)), expected)
     packed = layouts.packed(call, [333] * 4, [333] * 4, spare=5, gradients=True)
     for index, (_, own) in enumerate(packed.parts):
-        assert_same_results(own, {name: pick(together, index)[name] for name in own})
+        assert_same_results(own, part({name: together[name] for name in own}, b=[index]))
 
 
 @each_config(CONFIGS)
