@@ -143,12 +143,18 @@ def as_window(window_size: Any) -> tuple[int, int]:
     """Returns a pair, of any sequence, array or tensor, as the ops take it: -1 for no limit."""
     pair = hasattr(window_size, "__getitem__") and hasattr(window_size, "__len__")
     if isinstance(window_size, (str, bytes, dict)) or not pair or _length(window_size) != 2:
-        raise ArgumentTypeError(
-            f"window_size: expected a pair (left, right) of two ints, got {shown(window_size)}"
-        )
-    expected = "a pair (left, right) of two ints, -1 for no limit"
-    left, right = (as_int("window_size", window_size[side], expected) for side in (0, 1))
-    return _clamped(left), _clamped(right)
+        raise _no_window(window_size)
+    left, right = (_scalar(window_size[side]) for side in (0, 1))
+    if not (isinstance(left, _INTS) and isinstance(right, _INTS)):
+        raise _no_window(window_size)
+    return _clamped(as_int("window_size", left)), _clamped(as_int("window_size", right))
+
+
+def _no_window(window_size: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        "window_size: expected a pair (left, right) of two ints, -1 or any negative number for no "
+        f"limit, got {shown(window_size)}"
+    )
 
 
 def _length(pair: Any) -> int:

@@ -145,6 +145,9 @@ def _transposed(q: torch.Tensor, k: torch.Tensor, names: Names) -> str:
     heads, heads_k = q.shape[-3], k.shape[-3]
     if q.dim() != k.dim() or heads_k == 0:
         return ""
+    # As many tokens in k as in q, and no more heads than tokens: its number of heads is wrong.
+    if heads == heads_k and heads >= q.shape[-2] > k.shape[-2]:
+        return ""
     if heads % heads_k == 0:
         both = names.q if names.q == names.k else f"{names.q} {tuple(q.shape)} and {names.k}"
         advice = f"{_swapped(names.q, q)} and the same of the others"

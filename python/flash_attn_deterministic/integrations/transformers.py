@@ -31,7 +31,8 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from ..errors import UnsupportedError
+from ..checks.kernels import DTYPE_NAMES
+from ..errors import DtypeError, UnsupportedError
 from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flash_attn.bert_padding import pad_input, unpad_input
 
@@ -111,8 +112,13 @@ def _by_mode(function: Any) -> Any:
     """Hides `deterministic`: transformers passes what it finds among the parameters, here False."""
 
     @functools.wraps(function)
-    def attention(*arguments: Any, **options: Any) -> torch.Tensor:
-        out: torch.Tensor = function(*arguments, **options)
+    def attention(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if q.dtype not in DTYPE_NAMES:
+            raise DtypeError(
+                "dtype: expected torch.float16 or torch.bfloat16; the model computes attention in "
+                f"{q.dtype}; load it with dtype=torch.bfloat16, or run it under torch.autocast"
+            )
+        out: torch.Tensor = function(q, *arguments, **options)
         return out
 
     signature = inspect.signature(function)

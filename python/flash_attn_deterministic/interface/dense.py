@@ -82,7 +82,8 @@ def flash_attn_func(
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), as any sequence or tensor of two ints: how many keys before and
-            after its own position a query sees; -1: no limit. With causal, right counts as 0.
+            after its own position a query sees; -1 or any negative number: no limit. With causal,
+            right counts as 0.
         softcap: c > 0: scores become c * tanh(score / c) after softmax_scale; c and softmax_scale /
             c have the range of softmax_scale. 0.0 or negative: no softcap.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q

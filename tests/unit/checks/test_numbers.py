@@ -140,6 +140,12 @@ def test_types_of_windows(name: str, window: Any) -> None:
     assert bits_equal(CALLS[name](32)(window_size=window), CALLS[name](32)(window_size=(3, 0)))
 
 
+def test_any_negative_number_is_no_limit() -> None:
+    """As in flash_attn 2.8.3, which takes a negative side for no window."""
+    call = CALLS["flash_attn_func"](32)
+    assert bits_equal(call(window_size=(-5, 0)), call(window_size=(-1, 0)))
+
+
 @pytest.mark.parametrize(
     "window",
     [torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), torch.ones(100, 100), {0: 3, 1: 0}],
@@ -156,8 +162,10 @@ def test_wrong_windows(window: Any) -> None:
     [
         ({"left": torch.ones(3)}, "{'left': a tensor of dtype torch.float32 and shape (3,)}"),
         (np.ones(3), "an array of dtype float64 and shape (3,)"),
+        ((torch.ones(1), 0), "(a tensor of dtype torch.float32 and shape (1,), 0)"),
+        ((1.5, 0), "(1.5, 0)"),
     ],
-    ids=["tensor-in-dict", "array"],
+    ids=["tensor-in-dict", "array", "tensor-in-pair", "float"],
 )
 def test_messages_show_no_values_of_tensors_and_arrays(window: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"got {re.escape(message)}$"):

@@ -283,8 +283,12 @@ def test_unsupported_arguments_are_refused() -> None:
 
 def test_error_of_a_model_in_float32() -> None:
     model = make_model("Llama").float()
-    with pytest.raises(DtypeError, match=r"torch.float16 or torch.bfloat16, got torch.float32"):
-        model(tokens(1, 4))
+    advice = "attention in torch.float32; load it with dtype=torch.bfloat16, or run it under"
+    for ids in (tokens(1, 4), tokens(2, 4)):
+        with pytest.raises(DtypeError, match=advice):
+            model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens(1, 4)).logits.isfinite().all()
 
 
 def test_other_names_are_left_to_transformers() -> None:

@@ -155,6 +155,20 @@ def test_heads_before_tokens(function: Any, arguments: tuple[Any, ...]) -> None:
     assert f"q.transpose{dims}" in str(caught.value)
 
 
+@pytest.mark.parametrize("nheads", [1, 8], ids=["few", "many"])
+def test_only_what_may_be_transposed_is_called_so(nheads: int) -> None:
+    """q with 4 heads and k with 3, of 8 tokens each; then heads first, of other lengths."""
+    q, k = normal(2, 8, 4, 32), normal(2, 8, 3, 32)
+    with pytest.raises(ArgumentError, match=r"the 4 heads of q, got 3$"):
+        flash_attn_func(q, k, k)
+    q, k = normal(2, nheads, 1, 32), normal(2, nheads, 12, 32)
+    with pytest.raises(ArgumentError, match="look transposed"):
+        flash_attn_func(q, k, k)
+    q, k = normal(2, nheads, 20, 32), normal(2, nheads, 12, 32)
+    with pytest.raises(ArgumentError, match="look transposed"):
+        flash_attn_func(q, k, k)
+
+
 ARGUMENTS = [
     "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
     "deterministic", "return_attn_probs", "split_size",
