@@ -150,6 +150,7 @@ def test_the_files_and_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     for text in ((tmp_path / "cpu.md").read_text(), printed):
         assert "torch SDPA, its choice" in text
+        assert re.search(r"the worst beside torch SDPA, its choice: \w+ B\d L", text)
         assert "decode B2 L256 H4/2 D64 bf16" in text
 
 

@@ -40,9 +40,15 @@ def _summary(record: Mapping[str, Any]) -> Section:
         cells = [own.get(name) for name in order]
         table.append([group, *("-" if c is None else f"{c['mean']:.2f} ({c['worst']:.2f})"
                                for c in cells)])  # fmt: skip
-    header = ["", *("the best" if name == "best" else _title(record, name) for name in order)]
+    titles = ["the best" if name == "best" else _title(record, name) for name in order]
+    every = record["summary"].get("all", {})
+    worst = [
+        f"the worst beside {title}: {every[name]['worst_case']}"
+        for name, title in zip(order, titles, strict=True)
+        if name in every
+    ]
     words = "Our time over theirs, geometric mean (worst)."
-    return Section("Summary", words, header=header, rows=table)
+    return Section("Summary", words, worst, header=["", *titles], rows=table)
 
 
 def document(record: Mapping[str, Any]) -> Document:
