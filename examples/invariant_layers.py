@@ -28,10 +28,15 @@ ROWS = 64  # of a block on the CPU
 def make_invariant(model: torch.nn.Module, device: str) -> None:
     """Replaces every linear layer and every RMS norm of a model, in place; weights are shared.
 
+    Layers without matrices stay as they are. So do LayerNorms, which were not examined.
+
     Raises:
-        ValueError: a linear layer has a bias.
+        ValueError: a norm is not computed as Llama's, or a module that would not be replaced has a
+            matrix, such as a layer of experts.
         RuntimeError: CUDA without Triton.
     """
+    for name, module in model.named_modules():
+        _check(name, module)
     if device == "cuda" and triton is None:
         raise RuntimeError("device: expected a torch with Triton for CUDA, found none")
     for parent in list(model.modules()):
@@ -39,12 +44,32 @@ def make_invariant(model: torch.nn.Module, device: str) -> None:
             linear = isinstance(child, torch.nn.Linear)
             if not linear and not type(child).__name__.endswith("RMSNorm"):
                 continue
-            if linear and child.bias is not None:
-                raise ValueError(f"{name}.bias: expected None, got a tensor")
             if device == "cuda":
                 setattr(parent, name, Linear(child) if linear else Norm(child))
             else:
                 setattr(parent, name, InBlocks(child))
+
+
+@torch.no_grad()
+def _check(name: str, module: Any) -> None:
+    kind = type(module).__name__
+    if kind.endswith("RMSNorm"):
+        eps, similar = getattr(module, "variance_epsilon", None), False
+        if eps is not None:
+            x = torch.linspace(-1, 1, module.weight.shape[0]).to(module.weight)[None]
+            normal = x.float() * torch.rsqrt(x.float().pow(2).mean() + eps)
+            expected = module.weight * normal.to(x.dtype)
+            similar = torch.allclose(module(x), expected, rtol=0.02, atol=0.0)
+        if not similar:
+            raise ValueError(f"{name}: expected x / rms(x) * weight, as Llama's norm, got a {kind}")
+    if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+        return
+    for part, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() > 1:
+            raise ValueError(
+                f"{name}.{part}: expected matrices in torch.nn.Linear and Embedding alone, got one "
+                f"in a {kind}, which cannot be replaced"
+            )
 
 
 class InBlocks(torch.nn.Module):
@@ -64,17 +89,18 @@ class InBlocks(torch.nn.Module):
 
 
 class Linear(torch.nn.Module):
-    """x W^T."""
+    """x W^T, rounded, plus the bias if there is one."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self.weight = module.weight
+        self.weight, self.bias = module.weight, module.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Takes (..., in_features), returns (..., out_features)."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         product: torch.Tensor = _LinearFunction.apply(rows, self.weight)
-        return product.view(*hidden.shape[:-1], -1)
+        product = product.view(*hidden.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias
 
 
 class Norm(torch.nn.Module):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -33,6 +36,72 @@ def test_a_trainer_computes_what_the_rollout_sampled(tmp_path: Path) -> None:
     assert len(steps) == 10
     assert {(step["kl"], step["unequal"]) for step in steps} == {(0, 0)}
     assert steps[-1]["reward"] > 0.7
+
+
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+}
+
+
+def make_model(family: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    import flash_attn_deterministic.integrations.transformers  # noqa: F401  (registers it)
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
+        config, attn_implementation="flash_attn_deterministic", dtype=torch.bfloat16
+    )
+    return model.eval()
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("invariant_layers")
+
+
+@torch.no_grad()
+def test_a_model_with_biases_keeps_its_bits(layers: Any) -> None:
+    model = make_model("Qwen2")
+    biases = [parameter for name, parameter in model.named_parameters() if "bias" in name]
+    assert len(biases) == 6
+    for bias in biases:
+        torch.nn.init.normal_(bias)
+    ids = torch.arange(3 * 24).view(3, 24) % 97
+    before = model(ids).logits
+    layers.make_invariant(model, "cpu")
+    whole = model(ids).logits
+    assert torch.equal(whole[:1], model(ids[:1]).logits)
+    assert torch.allclose(whole, before, rtol=0.05, atol=0.05)
+
+
+def test_a_linear_layer_adds_its_bias_to_the_product(
+    layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product in torch stands for the one in Triton."""
+    monkeypatch.setattr(layers, "multiply", lambda x, weight: x @ weight.t())
+    plain = torch.nn.Linear(8, 4)
+    ours, x = layers.Linear(plain), torch.randn(2, 3, 8)
+    assert torch.allclose(ours(x), plain(x), atol=1e-6)
+    expected = torch.autograd.grad(plain(x).pow(2).sum(), [plain.weight, plain.bias])
+    given = torch.autograd.grad(ours(x).pow(2).sum(), [plain.weight, plain.bias])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        pytest.param("Gemma2", {}, r"norm: expected x / rms\(x\) \* weight, .* Gemma2", id="norm"),
+        pytest.param("Mixtral", {}, "mlp.* expected matrices in torch.nn.Linear and", id="experts"),
+    ],
+)
+def test_what_is_not_replaced_is_refused(
+    layers: Any, family: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers.make_invariant(make_model(family, **options), "cpu")
 
 
 def test_training_over_ranks_has_the_bits_of_one_device() -> None:
