@@ -545,33 +545,13 @@ class _Planner:
             return result
         own = run[rows.rank[run] == rank // degree]
         calls = [call for one in own[:, None] for call in self._calls_of(half, one)]
-        first, begin, end = (side[run] for side in keys[:3])
-        base = self._starts_k[rows.sequence[run]]
-        sides = base + first, base + begin, base + end
-        sums = self._sums(rows.select(run), half.level[run], *sides, degree, rank)
-        return result._replace(runs=tuple(calls), sums=sums)
+        return result._replace(runs=tuple(calls), sums=self._sums(half, run, degree, rank))
 
-    def _sums(
-        self,
-        runs: Layout,
-        levels: Numbers,
-        first: Numbers,
-        begin: Numbers,
-        end: Numbers,
-        degree: int,
-        rank: int,
-    ) -> Sums:
-        """Plans the sums of runs of all teams.
-
-        Args:
-            runs: their rows.
-            levels: n of each, of 2^n chunks.
-            first: token at which the keys of each run's call begin.
-            begin: first token that each sees.
-            end: after the last one.
-            degree: ranks of a team.
-            rank: whose part it is.
-        """
+    def _sums(self, half: _Half, run: Numbers, degree: int, rank: int) -> Sums:
+        """Plans how a rank sends and adds the sums of runs of all teams, given their numbers."""
+        runs, levels = half.rows.select(run), half.level[run]
+        # Tokens: where the keys of each run's call begin, and those that are seen.
+        first, begin, end = (self._starts_k[runs.sequence] + side[run] for side in half.keys[:3])
         ranks, chunk, team, own = self._shape.ranks, self._shape.chunk, rank // degree, self._own_k
         found = overlaps(own, begin, end)
         by, to, length = runs.rank[found.want], own.rank[found.part], found.end - found.begin
