@@ -423,12 +423,9 @@ class _Planner:
         levels = torch.full_like(team, -1)
         if level is not None:
             levels[whole[0].numel() :] = level
-        first, last = self._ends(sequence)
-        is_whole = (begin == first) & (end == last)
+        is_whole = torch.arange(team.numel()) < whole[0].numel()
         order = ((2 * team + ~is_whole) * self._total + begin).argsort()
-        # A run that is a whole sequence is computed, and rounded, as one.
-        is_whole = is_whole[order]
-        levels = torch.where(is_whole, -1, levels[order])
+        levels, is_whole = levels[order], is_whole[order]
         team, sequence, begin, end = (one[order] for one in (team, sequence, begin, end))
         rows = Layout(team, sequence, begin, end, _stored(team, end - begin))
         keys = self._keys(rows, is_whole)

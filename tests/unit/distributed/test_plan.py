@@ -152,13 +152,15 @@ def test_keys_get_the_sums_of_all_chunks_that_see_them(mask: Mask) -> None:
             assert {row // 4 for row, key in seen if key in keys} <= set(chunks)
 
 
-def test_a_sequence_of_one_chunk_is_computed_as_one() -> None:
-    """Its dk and dv are rounded there, and no sums travel."""
+def test_a_sequence_of_one_chunk_on_several_ranks_is_a_run() -> None:
+    """Its dk and dv travel as sums, and not as those of a whole sequence too."""
     shape = _shape(((0, 4, 16), (0, 4, 16), 2, "contiguous", 1), Mask(-1, 0), chunk=12)
     parts = [plan_of(shape, rank).backward for rank in range(2)]
-    assert [(part.runs, part.sums) for part in parts] == [((), None)] * 2
-    (call,) = (call for part in parts for call in part.calls)
-    assert call.starts_q == (0, 12)
+    assert [(part.calls, part.whole, part.sums is None) for part in parts] == [
+        ((), None, False)
+    ] * 2
+    (run,) = (run for part in parts for run in part.runs)
+    assert run.starts_q == (0, 12)
 
 
 def test_choices() -> None:
