@@ -13,7 +13,10 @@ from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.features import FEATURES
 
 EDGES = (1, 2, 16, 17, 63, 64, 65, 127, 128, 129, 256, 512, 1024)
-_FORMS = ("dense", "dense", "packed", "padded", "packed-pages", "pages", "cache", "cache-places")
+_FORMS = (
+    *("dense", "dense", "packed", "padded", "packed-pages", "pages", "cache", "cache-places"),
+    *("append", "append-pages", "append-halves"),
+)
 
 
 def draw_case(seed: int, longest: int, head_dims: range = range(1, 257)) -> tuple[Config, Case]:
@@ -29,6 +32,10 @@ def draw_case(seed: int, longest: int, head_dims: range = range(1, 257)) -> tupl
     if "dropout" in feature:
         # Of few keys dq is next to nothing, and the rounding of out all that there is.
         seqlen_k = max(seqlen_k, 32)
+    least = 1
+    if form.startswith("append"):
+        seqlen_k = max(seqlen_k, 14)  # room for new keys in the shortest sequence
+        least = 32  # columns are rotated
     case = Case(
         name=f"drawn {seed}",
         seqlen_q=seqlen_q,
@@ -41,4 +48,5 @@ def draw_case(seed: int, longest: int, head_dims: range = range(1, 257)) -> tupl
         backward=form in ("dense", "packed"),
         shrink=rng.choice((1, 4, 16)),
     )
-    return (rng.choice(head_dims), rng.choice(("bf16", "fp16"))), case
+    head_dim = rng.choice([head_dim for head_dim in head_dims if head_dim >= least])
+    return (head_dim, rng.choice(("bf16", "fp16"))), case
