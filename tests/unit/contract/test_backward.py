@@ -82,16 +82,18 @@ def test_blocks(feature: str) -> None:
     assert all_equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads(threads: int) -> None:
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1 << 17)
     call = drawn("everything", 2, 40, 129)
-    usual = call.gradients()
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    results = []
     try:
-        assert same(usual, call.gradients())
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append({**call(), **call.gradients()})
     finally:
         torch.set_num_threads(before)
+    assert all(same(results[0], result) for result in results[1:])
 
 
 def test_strides() -> None:

@@ -149,7 +149,12 @@ def _assert_same(left: Any, right: Any) -> None:
 def test_packed_is_the_same_as_three_tensors(name: str, head_dim: int) -> None:
     call = CALLS[name](head_dim)
     options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
-    _assert_same(call(**options), unpacked(call)(**options))
+    for dropout_p in (0.0, 0.3):
+        results = []
+        for one in (call, unpacked(call)):
+            torch.manual_seed(0)
+            results.append(one(**options, dropout_p=dropout_p))
+        _assert_same(*results)
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])

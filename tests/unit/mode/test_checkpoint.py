@@ -197,15 +197,6 @@ def test_torch_without_shared_thread_state(monkeypatch: pytest.MonkeyPatch) -> N
     assert Mode(True, 0) in function.modes
 
 
-def test_other_threads_keep_their_mode() -> None:
-    modes = []
-    with deterministic_mode(split_size=SPLIT):
-        thread = threading.Thread(target=lambda: modes.append(get_deterministic_mode()))
-        thread.start()
-        thread.join()
-    assert modes == [Mode(True, 0)]
-
-
 @deterministic_mode(split_size=SPLIT)
 def _fail_inside() -> None:
     assert current._mode_of_backward() == Mode(True, SPLIT)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
-from calls import CALLS, DIFFERENTIABLE, int32, normal, paged_call, varlen_call
+from calls import CALLS, DIFFERENTIABLE, int32, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.reference import attention
 from flash_attn_deterministic.reference.dropout import (
@@ -214,16 +214,6 @@ def test_out_follows_from_s_dmask(feature: str, seqlen_q: int, seqlen_k: int) ->
     assert 0.2 < s_dmask.signbit().double().mean() < 0.3
 
 
-@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-def test_s_dmask_of_the_packed_form(head_dim: int) -> None:
-    call = CALLS["flash_attn_qkvpacked_func"](head_dim)
-    _, _, s_dmask = _seeded(call, return_attn_probs=True, dropout_p=0.3)
-    q, k, v = call.arguments["qkv"].unbind(2)
-    torch.manual_seed(0)
-    _, _, expected = flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True)
-    assert bits_equal(s_dmask, expected)
-
-
 def _sequences(call: Any) -> Iterator[tuple[int, slice, slice]]:
     starts = (call.arguments[f"cu_seqlens_{x}"].tolist() for x in "qk")
     rows, keys = (itertools.starmap(slice, itertools.pairwise(x)) for x in starts)
@@ -334,23 +324,6 @@ def test_reference_applies_the_mask(split_size: int) -> None:
     expected = torch.einsum("bhij,bjhd->bihd", kept, v.repeat_interleave(2, dim=2))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(softmax_lse, exact_lse, rtol=1e-12, atol=1e-13)
-
-
-def test_packed_sequences_have_the_mask_of_their_index() -> None:
-    q, k, v = (normal(3, 20, heads, 32) for heads in (4, 2, 2))
-    starts = int32(0, 20, 40, 60)
-    dense = _seeded(flash_attn_func, q=q, k=k, v=v, dropout_p=0.3, causal=True)
-    packed = _seeded(
-        flash_attn_varlen_func,
-        **{name: x.flatten(0, 1) for name, x in (("q", q), ("k", k), ("v", v))},
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=20,
-        max_seqlen_k=20,
-        dropout_p=0.3,
-        causal=True,
-    )
-    assert bits_equal(dense.flatten(0, 1), packed)
 
 
 @pytest.mark.parametrize("empty", ["q", "k"])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import all_equal, bits_equal
 from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.reference import Formats, State, attention, batch, ieee, merge_state
+from flash_attn_deterministic.reference import Formats, State, attention, ieee, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
@@ -35,14 +34,6 @@ def test_any_finite_scale(softmax_scale: float) -> None:
     exact_out, exact_lse = softmax_attention(q, k, v, softmax_scale, causal=True)
     torch.testing.assert_close(out, exact_out, rtol=0, atol=1e-13)
     torch.testing.assert_close(softmax_lse, exact_lse, rtol=0, atol=1e-13)
-
-
-def test_rows_without_a_visible_key() -> None:
-    q, k, v = make_inputs(1, 9, 4)
-    out, softmax_lse = attention(q, k, v, causal=True)
-    assert bits_equal(out[:, :5], torch.zeros_like(out[:, :5]))
-    assert (softmax_lse[:, :, :5] == INF).all()
-    assert torch.isfinite(softmax_lse[:, :, 5:]).all()
 
 
 def test_extreme_scores_do_not_overflow() -> None:
@@ -141,18 +132,6 @@ def test_block_n_is_that_of_the_kernel() -> None:
         assert not all_equal(result, attention(q, k, v, block_n=other))
 
 
-def test_split_size_changes_bits() -> None:
-    q, k, v = make_inputs(1, 8, 500, 2, 2, 64)
-    results = [attention(q, k, v, split_size=size)[1] for size in (0, 128, 256)]
-    assert not bits_equal(results[0], results[1])
-    assert not bits_equal(results[1], results[2])
-
-
-def test_one_split_of_all_keys_equals_no_split() -> None:
-    q, k, v = make_inputs(1, 8, 250, 2, 2, 64)
-    assert all_equal(attention(q, k, v), attention(q, k, v, split_size=256))
-
-
 @pytest.mark.parametrize("split_size", [-128, 64, 200])
 def test_split_size_is_whole_blocks(split_size: int) -> None:
     with pytest.raises(ArgumentError, match=rf"split_size: .* of 128, .*, got {split_size};"):
@@ -169,28 +148,6 @@ def test_integer_inputs_are_refused() -> None:
     q, k, v = (tensor.to(torch.int32) for tensor in make_inputs())
     with pytest.raises(DtypeError, match=r"q: .* got torch\.int32"):
         attention(q, k, v)
-
-
-# --- The contract: what the bits of a row don't depend on ---------------------------------------
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1 << 17)
-    q, k, v = make_inputs(2, 129, 129, 3, 3, 32)
-    results = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append(attention(q, k, v, causal=True))
-    assert all_equal(results[0], results[1])
-    assert all_equal(results[0], results[2])
 
 
 # --- merge_state --------------------------------------------------------------------------------
