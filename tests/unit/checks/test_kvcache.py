@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 from bits import bits_equal
-from calls import int32, kvcache_call, normal
+from calls import PAGES, READ_ONLY, int32, kvcache_call, normal
 from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.checks.kernels import check_rows_aligned
 from flash_attn_deterministic.errors import ArgumentError
 
 CACHE = normal(2, 20, 2, 32)
-PAGES = {
-    "k_cache": normal(4, 16, 2, 32),
-    "v_cache": normal(4, 16, 2, 32),
-    "block_table": int32(0, 1, 2, 3).reshape(2, 2),
-    "rotary_cos": None,
-    "rotary_sin": None,
-}
-READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
 
 
 @pytest.mark.parametrize("leftpad", [None, int32(2, 1)], ids=["", "leftpad"])

@@ -174,41 +174,15 @@ def test_a_wrong_buffer_is_refused_before_anything_runs() -> None:
     [
         pytest.param({"return_softmax": True}, "return_softmax: expected False", id="probs"),
         pytest.param({"softmax_scale": -1.0}, "softmax_scale: expected a positive", id="scale"),
-        pytest.param({"dropout_p": 1.0}, "dropout_p: expected a probability", id="dropout"),
-        pytest.param({"q": None}, "q: expected a torch.Tensor, got NoneType", id="q"),
-        pytest.param(
-            {"alibi_slopes": torch.ones(3)},
-            r"alibi_slopes: expected shape .* got \(3,\)",
-            id="slopes",
-        ),
-    ],
-)
-def test_wrong_arguments_of_a_dense_forward(changes: dict[str, Any], message: str) -> None:
-    q, k, v, _ = (t.detach() for t in dense_inputs())
-    names = UPSTREAM["_flash_attn_forward"]
-    arguments = dict(
-        zip(names, (q, k, v, 0.0, SCALE, False, -1, -1, 0.0, None, False), strict=True)
-    )
-    with pytest.raises(FlashAttnError, match=f"^{message}"):
-        interface._flash_attn_forward(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"cu_seqlens_q": STARTS_Q.long()}, "cu_seqlens_q: expected dtype", id="dtype"),
-        pytest.param({"cu_seqlens_k": int32(0, 80)}, "cu_seqlens_k: expected shape", id="batch"),
         pytest.param({"cu_seqlens_q": None}, "cu_seqlens_q: expected a torch.Tensor", id="none"),
         pytest.param({"max_seqlen_q": "13"}, "max_seqlen_q: expected an int, got str", id="str"),
-        pytest.param(
-            {"max_seqlen_k": 70.5}, "max_seqlen_k: expected an int, got float", id="float"
-        ),
-        pytest.param({"v": normal(79, 2, 32)}, r"v: expected shape \(80, 2, 32\)", id="v"),
-        pytest.param({"k": normal(80, 3, 32)}, "k: expected a number of heads", id="heads"),
         pytest.param({"block_table": int32(1)}, "k: expected 4 dimensions", id="pages"),
     ],
 )
-def test_wrong_arguments_of_a_packed_forward(changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_a_forward_are_refused_as_in_other_calls(
+    changes: dict[str, Any], message: str
+) -> None:
+    """All messages: tests/unit/interface/test_mistakes.py."""
     q, k, v, _ = (t.detach() for t in packed_inputs())
     names = UPSTREAM["_flash_attn_varlen_forward"]
     values = (q, k, v, STARTS_Q, STARTS_K, *LONGEST, 0.0, SCALE, False)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from calls import CALLS, Call, int32, normal, paged_call
+from calls import CALLS, PAGES, READ_ONLY, Call, int32, normal, paged_call
 from flash_attn_deterministic.checks.describe import shown
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.ops import autograd
@@ -81,14 +81,6 @@ NUMBERS: dict[str, list[Any]] = {
     "cache_seqlens": [18, -1, 4.5],
 }
 # Other combinations, and wrong values in tensors, which are read on the CPU only.
-PAGES: dict[str, Any] = {
-    "k_cache": normal(4, 16, 2, 32),
-    "v_cache": normal(4, 16, 2, 32),
-    "block_table": int32(0, 1, 2, 3).reshape(2, 2),
-    "rotary_cos": None,
-    "rotary_sin": None,
-}
-READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
 LONGER_Q = {"q": normal(2, 5, 4, 32)}
 
 
