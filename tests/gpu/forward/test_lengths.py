@@ -6,6 +6,7 @@ else's bits change and no memory of others is touched.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from flash_attn_deterministic import (
 )
 
 from tests.gpu.attention import assert_same, make_qkv, same_bits, skip_unless_built
+from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
 
@@ -34,11 +36,7 @@ def stale_memory() -> Iterator[None]:
 
 
 def starts(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+    return int32([0, *itertools.accumulate(lengths)])
 
 
 def packed(
@@ -139,7 +137,7 @@ def test_appending_to_a_full_cache_leaves_out_what_has_no_room(paged: bool) -> N
         table = torch.arange(32, device="cuda").int().view(2, 16)
     before = [x.clone() for x in cache]
     out = flash_attn_with_kvcache(
-        q, *cache, k, v, cache_seqlens=int32(256, 256), block_table=table, causal=True
+        q, *cache, k, v, cache_seqlens=int32([256, 256]), block_table=table, causal=True
     )
     for now, then in zip(cache, before, strict=True):
         assert same_bits(now, then)
@@ -148,7 +146,7 @@ def test_appending_to_a_full_cache_leaves_out_what_has_no_room(paged: bool) -> N
 
 def test_cache_with_more_sequences_than_the_batch() -> None:
     q, k_cache, v_cache = make_qkv((5, 1, 8, 64), 300, 2)
-    used = int32(300, 17)
+    used = int32([300, 17])
     out = flash_attn_with_kvcache(q[:2], k_cache, v_cache, cache_seqlens=used)
     same = flash_attn_with_kvcache(q[:2], k_cache[:2], v_cache[:2], cache_seqlens=used)
     assert same_bits(out, same)
@@ -171,7 +169,7 @@ def test_a_refused_call_leaves_the_cache_alone(
     before = k_cache.clone(), v_cache.clone()
     with pytest.raises(RuntimeError, match=f"^{argument}: expected"):
         torch.ops.flash_attn_deterministic.kvcache_fwd(
-            q, k_cache, v_cache, k, v, int32(7, 8), None, None, None, None, None, None,
+            q, k_cache, v_cache, k, v, int32([7, 8]), None, None, None, None, None, None,
             softmax_scale, -1, 0, 0.0, False, split_size, True,
         )  # fmt: skip
     torch.cuda.synchronize()

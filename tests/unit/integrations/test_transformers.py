@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,38 +173,6 @@ def test_a_model_with_sinks_agrees_with_eager(side: str) -> None:
     compare_with_eager(
         make_model("GptOss"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()]
     )
-
-
-@torch.no_grad()
-def test_attention_of_a_model_with_sinks_has_the_same_bits_in_batch_chunks_and_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each layer's attention, of the same q, k and v: those of the whole prefill."""
-    model, ids = make_model("GptOss"), tokens(2, 40)
-    calls: list[Any] = []
-    original = integration._FUNCTIONS[0]
-
-    def watched(q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
-        out = original(q, k, v, *arguments, **options)
-        calls.append((q, k, v, options, out))
-        return out
-
-    functions = (watched, *integration._FUNCTIONS[1:])
-    monkeypatch.setattr(integration, "_FUNCTIONS", functions)
-    utils = transformers.modeling_flash_attention_utils
-    monkeypatch.setattr(utils, "_flash_fn", watched, raising=False)
-    model(ids)
-    assert len(calls) == 2
-    assert {options.get("window_size") for *_, options, _ in calls} == {(15, 15), None}
-    for q, k, v, options, whole in calls:
-        assert options["learnable_sink"].shape == (8,)
-        for row in range(2):
-            one = slice(row, row + 1)
-            assert bits_equal(original(q[one], k[one], v[one], **options), whole[one])
-            for cuts in ((0, 17, 33, 40), range(41)):
-                for begin, end in itertools.pairwise(cuts):
-                    part = original(q[one, begin:end], k[one, :end], v[one, :end], **options)
-                    assert bits_equal(part, whole[one, begin:end])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "GptOss"])

@@ -49,18 +49,8 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_none_follows_the_mode(enabled: bool) -> None:
-    mode = Mode(enabled, 0)
-    assert resolve_deterministic(None, mode) is enabled
-    assert resolve_deterministic(True, mode) is True
-    assert resolve_deterministic("never", mode) is False
-
-
-@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(
-    "value",
-    [False, 0, np.bool_(False), torch.tensor(False)],
-    ids=["bool", "int", "numpy", "tensor"],
+    "value", [0, np.bool_(False), torch.tensor(False)], ids=["int", "numpy", "tensor"]
 )
 def test_false_follows_the_mode(value: object, enabled: bool) -> None:
     """False is flash_attn's default, which transformers passes in every call."""

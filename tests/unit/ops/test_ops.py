@@ -247,6 +247,7 @@ def test_every_op_has_a_case() -> None:
     [
         pytest.param("fwd", fwd(), id="fwd"),
         pytest.param("fwd", fwd(scores=LOCAL, dropout_p=0.25), id="fwd-local-dropout"),
+        pytest.param("fwd", (*fwd()[:2], normal(2, 9, 2, 24), *fwd()[3:]), id="fwd-narrow-v"),
         pytest.param("varlen_fwd", varlen_fwd(), id="varlen_fwd"),
         pytest.param("fwd", (*fwd(), SINKS.clone().requires_grad_()), id="fwd-sinks"),
         pytest.param(
