@@ -419,6 +419,10 @@ def _varlen_causal(starts: torch.Tensor, cut: dict[str, Any], *qkv: torch.Tensor
     return distributed.flash_attn_varlen_func(*qkv, starts, starts, 0, 0, causal=True, **cut)
 
 
+# One tensor in groups of several sizes.
+_OWN_STARTS = torch.tensor([0, 4, 16, 18], dtype=torch.int32)
+
+
 def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:
     """Compares the other functions of ring-flash-attn with one device."""
     group = group_of(ranks)
@@ -426,13 +430,13 @@ def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:
         return None
     cut: dict[str, Any] = {**group, "order": "zigzag"}
     if packed:
-        starts = torch.tensor([0, 4, 16, 18], dtype=torch.int32) * ranks
+        starts = _OWN_STARTS * ranks
         inputs, expected = _packed_on_one(starts, True)
         cut["cu_seqlens"] = starts
 
         def function(*qkv: torch.Tensor) -> Any:
             return ring.zigzag_ring_flash_attn_varlen_func(
-                *qkv, starts // ranks, 12, causal=True, **group
+                *qkv, _OWN_STARTS, 12, causal=True, **group
             )
 
     else:

@@ -24,7 +24,7 @@ from ..interface.call import WithProbs
 from ..types import Deterministic
 from .api import flash_attn_func, flash_attn_varlen_func
 from .calls import of_kv, of_qkv, reported
-from .layout import ZIGZAG
+from .layout import CONTIGUOUS, ZIGZAG
 from .ranks import Ranks, find_group
 
 # For arguments in tuples, which type checkers don't count.
@@ -34,14 +34,14 @@ Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
 Window = tuple[int, int]
 
 
-def _remember(own: torch.Tensor, whole: torch.Tensor) -> None:
+def _remember(own: torch.Tensor, whole: torch.Tensor, order: str, size: int) -> None:
     """Keeps the cu_seqlens of all ranks with those of this rank, for the next calls with them."""
-    own.of_all_ranks = own._version, whole  # type: ignore[attr-defined]
+    own.of_all_ranks = (own._version, order, size), whole  # type: ignore[attr-defined]
 
 
-def _remembered(own: torch.Tensor) -> torch.Tensor | None:
-    version, whole = getattr(own, "of_all_ranks", (None, None))
-    return whole if version == own._version else None
+def _remembered(own: torch.Tensor, order: str, size: int) -> torch.Tensor | None:
+    key, whole = getattr(own, "of_all_ranks", (None, None))
+    return whole if key == (own._version, order, size) else None
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -81,7 +81,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     own_q, own_k = (
         torch.tensor(one, dtype=torch.int32, device=cu_seqlens.device) for one in (queries, keys)
     )
-    _remember(own_k, cu_seqlens)
+    _remember(own_k, cu_seqlens, CONTIGUOUS, world_size)
     return own_q, own_k, _longest(queries), _longest(keys), place
 
 
@@ -163,10 +163,11 @@ def llama3_flash_attn_varlen_func(
             given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
-    whole = _remembered(cu_seqlens_k)
+    size = Ranks.of(find_group(group, None)).size
+    whole = _remembered(cu_seqlens_k, CONTIGUOUS, size)
     if whole is None:
         whole = _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, group)
-        _remember(cu_seqlens_k, whole)
+        _remember(cu_seqlens_k, whole, CONTIGUOUS, size)
     result = _packed(
         *(q, k, v, whole, whole, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale),
         *(causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
@@ -267,10 +268,11 @@ def zigzag_ring_flash_attn_varlen_func(
         zigzag_ring_flash_attn_varlen_func of ring-flash-attention.
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
-    whole = _remembered(cu_seqlens)
+    size = Ranks.of(find_group(group, None)).size
+    whole = _remembered(cu_seqlens, ZIGZAG, size)
     if whole is None:
-        whole = cu_seqlens * Ranks.of(find_group(group, None)).size
-        _remember(cu_seqlens, whole)
+        whole = cu_seqlens * size
+        _remember(cu_seqlens, whole, ZIGZAG, size)
     out: torch.Tensor | WithProbs = _packed(
         *(q, k, v, whole, whole, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal),
         *(window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
