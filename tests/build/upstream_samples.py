@@ -105,6 +105,6 @@ def make_pin(folder: Path, archive: Path) -> Pin:
 def make_index(folder: Path, archive: Path) -> Path:
     """Writes a simple index of one file."""
     page = folder / "flash-attn"
-    write_text(page / "index.html", f'<a href="{SDIST}#sha256={sha256_of(archive)}">{SDIST}</a>')
+    write_text(page / "index.html", f'<a href="{SDIST}">{SDIST}</a>')
     (page / SDIST).write_bytes(archive.read_bytes())
     return folder

@@ -1,68 +1,130 @@
-"""Downloads the pinned source distribution with pip, by pip's own settings, and runs none of it.
+"""Finds the pinned source distribution where pip's settings point, and downloads it.
 
-pip asks every source distribution's build backend for metadata, and upstream's would run setup.py,
-which wants torch. A stand-in for setuptools answers, from a folder that comes first on the path.
+`unearth` searches as pip does, but runs nothing: `pip download` would run upstream's setup.py,
+which wants torch.
 """
 
 from __future__ import annotations
 
+import ast
 import os
-import re
+import ssl
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
-from ..errors import RefusedError, ToolchainError
-from ..files import write_text
+from ..errors import RefusedError, SettingError, ToolchainError
 from .pin import Pin
 
 CHECK = "check pip's settings (`pip config list`), or set FLASH_ATTENTION_SOURCE to the archive"
-_BACKEND = """import os, sys
 
-def prepare_metadata_for_build_wheel(folder, settings=None):
-    info = os.path.join(folder, "{stem}.dist-info")
-    os.mkdir(info)
-    with open(os.path.join(info, "METADATA"), "w") as file:
-        file.write("Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
-    return os.path.basename(info)
 
-__legacy__ = sys.modules[__name__]  # what pip asks where there is no pyproject.toml
-"""
-# Of what pip prints: where it looked, and why nothing was found there.
-_TOLD = re.compile(r"^(?:ERROR|WARNING|Looking|Could not|An error| +(?:Expected|Got) ).*", re.M)
+def pip_options() -> dict[str, str]:
+    """The options that `pip download` would use here, by name, as `pip config list` tells them."""
+    command = [sys.executable, "-m", "pip", "--no-input", "config", "list"]
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        said = " ".join((done.stderr + done.stdout).split())
+        raise SettingError(f"`pip config list` failed: {said}; {CHECK}")
+    found = {}
+    for section in ("global.", "install.", "download.", ":env:."):  # each wins over those before
+        for line in done.stdout.splitlines():
+            key, _, value = line.partition("=")
+            if key.startswith(section):
+                name = key.removeprefix(section).lower().replace("_", "-")
+                found[name.replace("default-timeout", "timeout")] = str(ast.literal_eval(value))
+    return found
+
+
+def finder_for(options: dict[str, str], bad_answers: list[str]) -> Any:
+    """unearth's finder with pip's options; notes a line for each bad answer of a server."""
+    from unearth import Link, PackageFinder
+    from unearth.auth import MultiDomainBasicAuth
+    from unearth.fetchers import PyPIClient
+
+    def note(response: Any) -> None:  # unearth takes any bad status for an empty page
+        if response.status_code >= 400 and response.status_code != 404:
+            bad_answers.append(f"{Link(str(response.url)).redacted}: {response.status_code}")
+
+    def urls(option: str) -> list[str]:
+        places = options.get(option, "").split()
+        return [p if "://" in p else Path(p).expanduser().absolute().as_uri() for p in places]
+
+    bundles = (options.get("cert"), *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
+    place = os.path.expanduser(next(filter(None, bundles), "")) or None
+    folder = place if place and os.path.isdir(place) else None
+    client: Any = PyPIClient(
+        verify=ssl.create_default_context(cafile=None if folder else place, capath=folder),
+        trusted_hosts=options.get("trusted-host", "").split(),
+        timeout=float(options.get("timeout", "15")),
+        proxy=options.get("proxy") or None,
+        follow_redirects=True,
+        # Some servers call a .tar.gz "gzip-encoded"; the bytes as stored are wanted.
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [note]},
+    )
+    # Given no index, it takes the default one.
+    finder = PackageFinder(client, index_urls=urls("index-url"), no_binary=[":all:"])
+    for url in urls("extra-index-url"):
+        finder.add_index_url(url)
+    client.auth = MultiDomainBasicAuth(False, [source["url"] for source in finder.sources])
+    if options.get("no-index", "").lower() in ("1", "y", "yes", "t", "true", "on"):
+        finder.sources = []
+    for url in urls("find-links"):
+        finder.add_find_links(url)
+    finder.sources.sort(key=lambda source: source["type"] == "index")  # a disk comes first
+    return finder
 
 
 def download(pin: Pin, folder: Path) -> Path:
-    """Downloads the archive of the pinned hash into an empty folder; returns its path.
+    """Finds the pinned archive: returns a file of the pinned hash, in the folder or on a disk.
 
     Raises:
-        ToolchainError: pip found no such archive, or one of its settings cannot be used.
-        RefusedError: pip found an archive of this name and version, with other bytes.
+        ToolchainError: No source has the archive, or `unearth` is not installed.
+        RefusedError: Sources have an archive of this name and version, with other bytes.
+        SettingError: A setting of pip's cannot be used.
     """
-    stem = f"{pin.name.replace('-', '_')}-{pin.version}"
-    backend = _BACKEND.format(stem=stem, name=pin.name, version=pin.version)
-    path = folder / "path"
-    write_text(path / "setuptools" / "__init__.py", "")
-    write_text(path / "setuptools" / "build_meta.py", backend)
-    # With the hash, nothing of another archive is even unpacked.
-    wanted = f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n"
-    write_text(folder / "wanted.txt", wanted)
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")])),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_USE_PEP517": "1",  # pip before 25.3 would run setup.py itself
-    }
-    command = [sys.executable, "-m", "pip", "download", "--no-input", "-vv", "--no-deps"]
-    command += ["--no-binary=:all:", "--no-build-isolation", "--require-hashes"]
-    command += ["--requirement", str(folder / "wanted.txt"), "--dest", str(folder / "got")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    if done.returncode == 0:
-        (found,) = (folder / "got").iterdir()
-        return found
-    said = done.stdout + done.stderr
-    told = " ".join(" ".join(_TOLD.findall(said) or said.splitlines()[-3:]).split())
-    name = f"{pin.name} {pin.version} (source distribution, sha256 {pin.sha256})"
-    if "DO NOT MATCH THE HASHES" in said:
-        raise RefusedError(f"{name}: {told}; find out why other bytes are served; {CHECK}")
-    raise ToolchainError(f"{name}: {told}; {CHECK}")
+    try:
+        import httpx2
+        from unearth import Link
+        from unearth.errors import HashMismatchError, UnpackError
+        from unearth.preparer import download_link
+    except ImportError as error:
+        raise ToolchainError(f"{error}: `python -m pip install unearth`; {CHECK}") from error
+    options, problems, others = pip_options(), list[str](), list[str]()
+    try:
+        retries = int(options.get("retries", "5"))
+        finder = finder_for(options, problems)
+    except (OSError, ValueError, ImportError) as error:
+        raise SettingError(
+            f"pip's timeout, retries, certificates, proxy: {error}; {CHECK}"
+        ) from error
+    sources = {Link(source["url"]).redacted: source for source in finder.sources}
+    for name, source in sources.items():  # one that fails does not stop the search
+        finder.sources = [source]
+        for pause in [0.25 * 2**attempt for attempt in range(retries)] + [0]:
+            try:
+                for found in finder.find_matches(f"{pin.name}=={pin.version}"):
+                    link = found.link
+                    try:
+                        return download_link(finder.session, link, folder, {"sha256": [pin.sha256]})
+                    except HashMismatchError as error:
+                        others.append(f"{link.redacted} has sha256 {error.actual['sha256']}")
+                break
+            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, UnpackError) as error:
+                problems.append(f"{name}: {error!r}")
+                if not isinstance(error, httpx2.TransportError):
+                    break
+                time.sleep(pause)
+    wanted = f"{pin.name} {pin.version} (source distribution, sha256 {pin.sha256})"
+    if others:
+        raise RefusedError(
+            f"{wanted}: {'; '.join(others)}; find out why other bytes are served; {CHECK}"
+        )
+    raise ToolchainError(
+        f"{wanted}: not found in {', '.join(sources) or 'any source, for pip has none'}. "
+        f"{'; '.join([*dict.fromkeys(problems), CHECK])}"
+    )
