@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import importlib.util
 import json
+import marshal
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+from types import CodeType
+from typing import Any
 
 from ..errors import FlashAttnError
 
@@ -100,14 +106,18 @@ def inspect(wheel: Wheel | None) -> Installed:
     root = Path(str(distribution.locate_file(""))).resolve()
     if package != root / PACKAGE or _editable(distribution):
         return Installed(distribution.version, True, 0, (), None if wheel is None else False)
-    problems = list(_record_problems(distribution, root))
-    files = len(_own_files(distribution))
+    try:
+        own = _own_files(distribution)
+    except (TypeError, ValueError, csv.Error) as error:  # importlib.metadata's own, of a bad row
+        own, problems = [], [f"RECORD: a row is malformed ({error})"]
+    else:
+        problems = list(_record_problems(own, root))
     matches = None
     if wheel is not None:
         differences = list(_wheel_problems(wheel.path, root))
         problems += differences
         matches = not differences
-    return Installed(distribution.version, False, files, _few(problems), matches)
+    return Installed(distribution.version, False, len(own), _few(problems), matches)
 
 
 def check(found: Installed, wheel: Wheel | None, allow_source: bool) -> None:
@@ -145,10 +155,10 @@ def _own_files(distribution: metadata.Distribution) -> list[metadata.PackagePath
     return [file for file in files if file.hash is not None and ".." not in file.parts]
 
 
-def _record_problems(distribution: metadata.Distribution, root: Path) -> Iterator[str]:
-    if not distribution.files:
+def _record_problems(own: list[metadata.PackagePath], root: Path) -> Iterator[str]:
+    if not own:
         yield "the installation has no RECORD"
-    for entry in _own_files(distribution):
+    for entry in own:
         assert entry.hash is not None
         try:
             data = (root / str(entry)).read_bytes()
@@ -157,7 +167,7 @@ def _record_problems(distribution: metadata.Distribution, root: Path) -> Iterato
             continue
         try:
             digest = base64.urlsafe_b64encode(hashlib.new(entry.hash.mode, data).digest()).decode()
-        except ValueError:
+        except (TypeError, ValueError):  # shake_128 and its like ask for a length
             yield f"{entry}: its hash in RECORD is unreadable"
             continue
         if digest.rstrip("=") != entry.hash.value.rstrip("="):
@@ -181,8 +191,46 @@ def _wheel_problems(path: Path, root: Path) -> Iterator[str]:
     inside = set(names)
     for file in sorted((root / PACKAGE).rglob("*")):
         name = str(PurePosixPath(file.relative_to(root)))
-        if file.is_file() and "__pycache__" not in file.parts and name not in inside:
+        if file.is_symlink():  # of a folder, too: it would come before the module of its name
+            yield f"{name}: a symbolic link"
+        elif file.is_dir():
+            continue
+        elif "__pycache__" in name.split("/"):
+            yield from _cache_problems(file, name)
+        elif name not in inside:
             yield f"{name}: installed, but not in the wheel"
+
+
+# The header of a cached file proves nothing of its code: whoever writes the file can copy time,
+# size or hash from the source. So the code itself is compared with the source's. That holds for
+# every process that runs the package; a fresh pycache_prefix for the worker would leave out this
+# one, and have all of torch compiled anew in each run.
+def _cache_problems(file: Path, name: str) -> Iterator[str]:
+    match = re.fullmatch(r"(\w+)\.cpython-\w+(?:\.opt-([12]))?\.pyc", file.name)
+    source = file.parents[1] / f"{match[1]}.py" if match else file
+    if match is None or not source.is_file():
+        yield f"{name}: not the cached code of a module"
+        return
+    try:
+        data = file.read_bytes()
+        if int.from_bytes(data[4:8], "little") & 3 == 1:
+            yield f"{name}: cached code that Python uses whatever its source says; remove it"
+        elif data[:4] == importlib.util.MAGIC_NUMBER:  # of another Python: this one ignores it
+            level = int(match[2] or 0)
+            code = compile(source.read_bytes(), source, "exec", dont_inherit=True, optimize=level)
+            if _parts(marshal.loads(data[16:])) != _parts(code):
+                yield f"{name}: not the code of its source; remove it"
+    except Exception as error:  # whatever damaged code raises
+        yield f"{name}: cannot be read ({error or type(error).__name__})"
+
+
+def _parts(code: CodeType) -> list[Any]:
+    """Returns what runs of a code object: == alone leaves out flags, such as a generator's, and in
+    some Pythons the table of exceptions.
+    """
+    inner = [_parts(one) for one in code.co_consts if isinstance(one, CodeType)]
+    table = getattr(code, "co_exceptiontable", b"")  # Python 3.11 and later
+    return [code, code.co_flags, code.co_stacksize, table, *inner]
 
 
 def _few(problems: list[str]) -> tuple[str, ...]:

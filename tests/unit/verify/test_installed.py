@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import base64
+import compileall
 import hashlib
+import marshal
+import py_compile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import CO_GENERATOR
 from pathlib import Path
 
 import pytest
@@ -54,8 +58,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_installation_is_the_wheels(site: Path, tmp_path: Path) -> None:
-    (site / PACKAGE / "__pycache__").mkdir()
-    (site / PACKAGE / "__pycache__" / "a.pyc").write_bytes(b"compiled here")
+    for level in (0, 1, 2):
+        assert compileall.compile_dir(site / PACKAGE, quiet=1, optimize=level)
+    other_python = site / PACKAGE / "__pycache__" / "__init__.cpython-399.pyc"
+    other_python.write_bytes(bytes(16) + b"not read by this one")
     found = inspect(read_wheel(make_wheel(tmp_path)))
     assert found == installed.Installed("0.1.0", False, len(FILES), (), True)
 
@@ -91,6 +97,108 @@ def test_another_wheel_of_the_same_name(site: Path, tmp_path: Path) -> None:
     found = inspect(read_wheel(other))
     assert found.matches_wheel is False
     assert found.problems == (f"{PACKAGE}/_C.so: not the bytes of the wheel",)
+
+
+def planted(site: Path, mode: py_compile.PycInvalidationMode, text: str = "evil = 1\n") -> str:
+    """Puts cached code beside a module whose header fits the module's source."""
+    source = site / PACKAGE / "__init__.py"
+    cached = Path(py_compile.compile(str(source), doraise=True, invalidation_mode=mode) or "")
+    code = marshal.dumps(compile(text, str(source), "exec"))
+    cached.write_bytes(cached.read_bytes()[:16] + code)
+    return str(cached.relative_to(site))
+
+
+def unchecked_hash(site: Path) -> str:
+    name = planted(site, py_compile.PycInvalidationMode.UNCHECKED_HASH, text="")
+    return f"{name}: cached code that Python uses whatever its source says"
+
+
+def checked_hash(site: Path) -> str:
+    name = planted(site, py_compile.PycInvalidationMode.CHECKED_HASH)
+    return f"{name}: not the code of its source"
+
+
+def same_time(site: Path) -> str:
+    name = planted(site, py_compile.PycInvalidationMode.TIMESTAMP)
+    return f"{name}: not the code of its source"
+
+
+def generator_flag(site: Path) -> str:
+    mode = py_compile.PycInvalidationMode.TIMESTAMP
+    cached = site / planted(site, mode)
+    code = compile(b"", "", "exec", dont_inherit=True)
+    code = code.replace(co_flags=code.co_flags | CO_GENERATOR)
+    cached.write_bytes(cached.read_bytes()[:16] + marshal.dumps(code))
+    return f"{cached.relative_to(site)}: not the code of its source"
+
+
+def cut_off(site: Path) -> str:
+    cached = site / planted(site, py_compile.PycInvalidationMode.TIMESTAMP)
+    cached.write_bytes(cached.read_bytes()[:20])
+    return f"{cached.relative_to(site)}: cannot be read"
+
+
+def file_in_cache(name: str) -> Callable[[Path], str]:
+    def put(site: Path) -> str:
+        file = site / PACKAGE / "__pycache__" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"")
+        return f"{PACKAGE}/__pycache__/{name}: not the cached code of a module"
+
+    return put
+
+
+def link(name: str, to: str) -> Callable[[Path], str]:
+    def put(site: Path) -> str:
+        (site.parent / "elsewhere").mkdir()
+        (site / PACKAGE / name).symlink_to(to)
+        return f"{PACKAGE}/{name}: a symbolic link"
+
+    return put
+
+
+def row(text: str, words: str) -> Callable[[Path], str]:
+    def put(site: Path) -> str:
+        with (site / INFO / "RECORD").open("a") as file:
+            file.write(text)
+        return words
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(unchecked_hash, id="pyc-unchecked-hash"),
+        pytest.param(checked_hash, id="pyc-checked-hash"),
+        pytest.param(same_time, id="pyc-same-time"),
+        pytest.param(generator_flag, id="pyc-flags"),
+        pytest.param(cut_off, id="pyc-cut-off"),
+        pytest.param(link("verify/installed", "../../../elsewhere"), id="link-to-folder"),
+        pytest.param(link("__pycache__", "../../elsewhere"), id="link-for-cache"),
+        pytest.param(link("other.py", "__init__.py"), id="link-to-file"),
+        pytest.param(file_in_cache("evil.py"), id="cache-py"),
+        pytest.param(file_in_cache("__init__.cpython-311.py"), id="cache-py-of-module"),
+        pytest.param(file_in_cache("evil.cpython-311.pyc"), id="cache-of-no-module"),
+        pytest.param(
+            row(f"{PACKAGE}/__init__.py,shake_128=,0\n", "hash in RECORD is unreadable"),
+            id="record-shake",
+        ),
+        pytest.param(
+            row(f"{PACKAGE}/__init__.py,,0,4,5\n", "RECORD: a row is malformed"), id="record-fields"
+        ),
+        pytest.param(
+            row(f"{PACKAGE}/__init__.py,,many\n", "RECORD: a row is malformed"), id="record-size"
+        ),
+    ],
+)
+def test_what_is_planted_is_a_problem(
+    plant: Callable[[Path], str], site: Path, tmp_path: Path
+) -> None:
+    words = plant(site)
+    found = inspect(read_wheel(make_wheel(tmp_path)))
+    assert any(words in problem for problem in found.problems), found.problems
+    assert found.matches_wheel is ("RECORD" in words)
 
 
 def test_many_problems_are_counted(site: Path, tmp_path: Path) -> None:
