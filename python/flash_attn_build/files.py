@@ -52,6 +52,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Reads a JSON file as every reader does.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8, or holds a key twice or a number that JSON has none of.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key is there twice")
+        return found
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"{number} is no number of JSON")
+
+    text = path.read_bytes().decode("utf-8")
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+
+
 def sha256_of(path: Path) -> str:
     """Hashes a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import platform
 import re
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ..errors import RefusedError
-from ..files import ROOT, sha256_of
+from ..files import ROOT, read_json, sha256_of
 from .toolchain import compiler_name
 
 SCHEMA = 4
@@ -32,7 +31,7 @@ def path_of(wheel: Path) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """Reads a manifest, or refuses what is none; of which wheel it is, is not checked."""
     try:
-        text = json.loads(path.read_text(encoding="utf-8"))
+        text = read_json(path)
     except FileNotFoundError as error:
         raise RefusedError(f"{path.name} is missing; the build writes it") from error
     except (OSError, ValueError) as error:

@@ -123,7 +123,8 @@ def decide(
     for report in reports:
         # A report that was changed or cannot be read may have been of these bytes. A quick run
         # that passed is no proof, but does not block.
-        if missing and report in (of_these_bytes or reports):
+        full = report in of_these_bytes and report.content.get("quick") is not True
+        if full or (missing and report in (of_these_bytes or reports)):
             found = against[report.path]
         else:
             counts = report in of_these_bytes or report.problems

@@ -14,6 +14,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from ..errors import differences
+from ..files import read_json
 from .candidate import Candidate
 from .policy import Policy
 
@@ -63,7 +64,7 @@ def read_report(path: Path, root: Path) -> Report:
     """Reads a report, by the schema of a source tree."""
     schema = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         return Report(path, {}, (f"is unreadable ({error})",))
     said = content if isinstance(content, dict) else {}
@@ -93,9 +94,10 @@ def proof_problems(
     yield from differences(content, {"wheel": named, "quick": False})
     gpu = str(content["environment"].get("gpu"))
     for name in report.names("ran"):
-        wanted = policy.required_architectures.get(name)
-        if wanted and not re.fullmatch(wanted, gpu, re.ASCII):
-            yield f"ran {name} on {gpu[:80]!r}, which is none of {wanted}"
+        wanted = policy.required_architectures.get(name, "")
+        if not re.fullmatch(wanted, gpu, re.ASCII):
+            of = wanted or "those that the policy names"
+            yield f"ran {name} on {ascii(gpu)[:80]}, which is none of {of}"
     yield from build_problems(report, wheel.manifest)
     yield from state_problems(content, policy.required_sections, policy.required_checks)
     passed, found = read_gpu_tests(report.path.with_name(GPU_TESTS), wheel.sha256)

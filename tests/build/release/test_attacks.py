@@ -143,6 +143,30 @@ def second(damage: Callable[[str], str] = str, **changes: Any) -> Attack:
     return attack
 
 
+def second_on(gpu: str) -> Attack:
+    """A second run that says it ran code of sm_80 on some GPU."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["environment"].update(gpu=gpu, compute_capability="8.0")
+        content["architectures"] = {"ran": ["sm_80"], "ran_as_ptx": [], "unverified": ["sm_90"]}
+
+    return lambda project: edit(project.add_report(), change, sign=True)
+
+
+def second_tests(change: Callable[[str], str | None]) -> Attack:
+    """Changes the results of tests/gpu of a second run of these bytes; None: removes them."""
+
+    def attack(project: Project) -> None:
+        path = project.add_report().with_name("gpu-tests.xml")
+        text = change(path.read_text())
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+
+    return attack
+
+
 def gpu_tests(state: str) -> Attack:
     """Lets the tests of a module of tests/gpu end in another state."""
 
@@ -464,6 +488,25 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     ("says that sm_90 ran on a GPU of compute capability 8.0", {
         "an A100": report(put("environment.compute_capability", "8.0")),
     }),
+    ("', which is none of those that the policy names", {
+        "a GPU that the policy does not name": second_on("My Emulator"),
+        "a GPU's name that is no text": second_on("A\ud800"),
+    }),
+    ("a key is there twice", {
+        "a status that is there twice": second(
+            lambda t: t.replace('"status"', '"status": "failed", "status"', 1)
+        ),
+    }),
+    ("NaN is no number of JSON", {
+        "a time that is no number": second(
+            lambda t: t.replace('"seconds": ', '"seconds": NaN, "s": ', 1)
+        ),
+    }),
+    ("is unreadable ('utf-8' codec", {
+        "a report in another encoding": lambda p: p.add_report().write_bytes(
+            p.report_path.read_text().encode("utf-16")
+        ),
+    }),
     ("ran sm_90 on 'NVIDIA A100', which is none of NVIDIA", {
         "A100 as 9.0": report(put("environment.gpu", "NVIDIA A100")),
     }),
@@ -505,6 +548,20 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     ("$: 'schema_version' is a required property", {"an emptied report": second(lambda t: "{}")}),
     ("$: [] is not of type 'object'", {"a report that is a list": second(lambda t: "[]")}),
     ("'other' was unexp", {"no digest": second(lambda t: t.replace('"digest"', '"other"'))}),
+    (f"{SECOND}gpu-tests.xml: is unreadable", {
+        "a second run without tests": second_tests(lambda t: None),
+        "a second run whose tests were cut off": second_tests(lambda t: "<testsuites>"),
+    }),
+    (f"{SECOND}gpu-tests.xml.name: expected", {
+        "a second run whose tests are of other bytes": second_tests(
+            lambda t: t.replace("sha256:", "sha256:0")
+        ),
+    }),
+    (f"{SECOND}gpu-tests.xml: no test of {MODULES[0]} passed", {
+        "a second run whose tests were all skipped": second_tests(
+            lambda t: t.replace("></testcase>", "><skipped/></testcase>")
+        ),
+    }),
     # Tests on the GPU.
     ("gpu-tests.xml: is unreadable", {
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
