@@ -135,8 +135,9 @@ def verify(session: nox.Session) -> None:
         suite = f"junit_suite_name=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
         tests = ["tests/gpu", "tests/unit/interface/test_mistakes.py"]
         tests += ["-o", suite, f"--junit-xml={out / 'gpu-tests.xml'}"]
-        # Options of pytest, or of ours, would leave out tests or test something else.
-        unset = [name for name in os.environ if name.startswith(("PYTEST_", "FLASH_ATTENTION_"))]
+        # Options of pytest, or of ours by both of their names, leave out tests or change what runs.
+        options = ("PYTEST_", "FLASH_ATTENTION_", "FA2_DETERMINISTIC", "FA2_SPLIT_SIZE")
+        unset = [name for name in os.environ if name.startswith(options)]
         session.run("pytest", *tests, env={"PYTHONPATH": "", **dict.fromkeys(unset)})
 
 

@@ -6,9 +6,9 @@ itself reads FLASH_ATTENTION_FAMILY and FLASH_ATTENTION_TEST_DEVICE.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 
+from .checks.describe import shown
 from .errors import ArgumentError
 
 ENABLED = ("FLASH_ATTENTION_DETERMINISTIC", "FA2_DETERMINISTIC")
@@ -35,9 +35,7 @@ def read_flag(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, 
     """
     name, text = read(environ, names)
     if text and text.lower() not in _WORDS:
-        raise ArgumentError(
-            f"{name}: expected one of {', '.join(_WORDS)}, got {reprlib.repr(text)}"
-        )
+        raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {shown(text)}")
     return name, _WORDS.get(text.lower())
 
 
@@ -49,4 +47,4 @@ def check_family(environ: Mapping[str, str]) -> None:
     """
     family = environ.get(FAMILY, "sm80")
     if family not in ("sm80", "sm90"):
-        raise ArgumentError(f"{FAMILY}: expected sm80 or sm90, got {reprlib.repr(family)}")
+        raise ArgumentError(f"{FAMILY}: expected sm80 or sm90, got {shown(family)}")

@@ -149,10 +149,10 @@ def _vllm(results: Results) -> str:
                         for one in found.get("checks", ())) or record["failed"].get(norm, "not run")
         for norm, found in record["checks"].items()
     }  # fmt: skip
-    found = ". ".join(f"{norm}: {words}" for norm, words in checks.items())
+    outcomes = ". ".join(f"{norm}: {outcome}" for norm, outcome in checks.items())
     words = (
         f"vLLM {record['versions']['vllm']}, ms, {record['layers']} layers. Requests whose bits "
-        f"were equal, of a model of 4 layers: {found}."
+        f"were equal, of a model of 4 layers: {outcomes}."
     )
     return table(record, header, rows, words)
 

@@ -243,12 +243,16 @@ def test_publish_runs_the_gate_and_gives_twine_its_options(
 
 
 def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_writes(
-    sessions: ModuleType, tmp_path: Path
+    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = ("PYTEST_ADDOPTS", "FLASH_ATTENTION_FAMILY", "FA2_SPLIT_SIZE")
+    for name in options:
+        monkeypatch.setenv(name, "")
     names = [f"a-0.1.0{n}-py3-none-manylinux_{MACHINE}.whl" for n in ("", "+cu12")]
     put(tmp_path / "dist", *names, f"a-0.1.0-py3-none-manylinux_{OTHER}.whl")
     session = Session()
     sessions.verify(session)
+    assert [session.options["env"].get(name, "kept") for name in options] == [None] * 3
     verified = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
     assert [Path(path).name for path in verified] == names
     tests = [command for command in session.commands if command[:2] == ("pytest", "tests/gpu")]

@@ -163,11 +163,11 @@ def llama3_flash_attn_varlen_func(
             given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
-    size = Ranks.of(find_group(group, None)).size
-    whole = _remembered(cu_seqlens_k, CONTIGUOUS, size)
+    ranks = Ranks.of(find_group(group, None))
+    whole = _remembered(cu_seqlens_k, CONTIGUOUS, ranks.size)
     if whole is None:
-        whole = _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, group)
-        _remember(cu_seqlens_k, whole, CONTIGUOUS, size)
+        whole = _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks)
+        _remember(cu_seqlens_k, whole, CONTIGUOUS, ranks.size)
     result = _packed(
         *(q, k, v, whole, whole, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale),
         *(causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
@@ -183,10 +183,9 @@ def _joined(
     cu_seqlens_k: torch.Tensor,
     place: slice,
     causal: bool,
-    group: Any,
+    ranks: Ranks,
 ) -> torch.Tensor:
     """Returns cu_seqlens of all ranks, from those of each."""
-    ranks = Ranks.of(find_group(group, None))
     own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
     every = ranks.agreement.exchange(
         "the ranks' lengths", (q.shape[0], causal, own[1], place.start)

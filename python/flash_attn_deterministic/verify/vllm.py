@@ -217,8 +217,7 @@ def run_checks(checks: Sequence[Check], model: torch.nn.Module | None = None) ->
 
 def compare(check: Check, left: Sequence[Answer], right: Sequence[Answer]) -> Outcome:
     """Compares the answers of both ways bit for bit."""
-    equal, worst = 0, 0.0
-    same_tokens = True
+    equal, worst, same_tokens = 0, 0.0, True
     for one, other in zip(left[: check.requests], right[: check.requests], strict=True):
         equal += one == other
         pairs = zip(one.logprobs, other.logprobs, strict=True)
