@@ -10,9 +10,9 @@ import flash_attn_deterministic as package
 import pytest
 
 ROOMS = (
-    *("errors", "environment", "types", "private", "build_info", "architectures", "schemas"),
-    *("tree", "checks", "reference", "ops", "mode", "interface", "plan", "distributed"),
-    *("integrations", "info", "lab", "verify", "__main__"),
+    *("errors", "types", "private", "build_info", "architectures", "schemas"),
+    *("tree", "checks", "reference", "ops", "environment", "mode", "interface", "plan"),
+    *("distributed", "integrations", "info", "lab", "verify", "__main__"),
 )
 ROOT = Path(package.__file__).parent
 
