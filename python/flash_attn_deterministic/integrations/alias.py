@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import ModuleType
+from types import FrameType, ModuleType
 
 _NAMES = ("flash_attn", "flash_attn_3", "flash_attn_interface")
 _lock = threading.Lock()
@@ -22,7 +22,8 @@ class as_flash_attn:
     FlashAttention-3's public functions, too, as flash_attn_interface and as
     flash_attn_3.flash_attn_interface; see `...integrations.flash_attn_3`. Another
     flash_attn, even if it is imported already, is hidden meanwhile. A module that has imported
-    names from either keeps them: call this before importing code that uses flash_attn.
+    names from either keeps them: call this before importing code that uses flash_attn. Importing
+    what is not in the alias raises ModuleNotFoundError, which names what is.
 
     The alias is no distribution: importlib.metadata does not find flash-attn, nor do libraries that
     look there, such as transformers. `flash_attn.__version__` is 2.8.3+deterministic.
@@ -46,6 +47,7 @@ class as_flash_attn:
                 modules = _modules()  # first, so that a failure hides nothing
                 _before.update(_loaded())
                 _replace(modules)
+                sys.meta_path.append(_Missing)
             _active.append(self)
 
     def undo(self) -> None:
@@ -55,6 +57,7 @@ class as_flash_attn:
                 return
             _active.remove(self)
             if not _active:
+                sys.meta_path.remove(_Missing)
                 _replace(_before)
                 _before.clear()
 
@@ -63,6 +66,33 @@ class as_flash_attn:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+
+class _Missing:
+    """Asked last: says in words that a module of flash_attn is not in the alias."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raises ModuleNotFoundError in an import; of flash_attn itself, importlib says it all."""
+        package = name.partition(".")[0]
+        # Who asks whether a module is there, as torch asks for flash_attn.cute, gets None.
+        if package in _NAMES and _imports(sys._getframe(1)):
+            there = ", ".join(one for one in sys.modules if one.partition(".")[0] in _NAMES)
+            raise ModuleNotFoundError(
+                f"{name} is not in the alias that as_flash_attn() made, which has {there}. What "
+                "needs more needs flash-attn itself: import it before as_flash_attn(), or undo() "
+                "the alias",
+                name=name,
+            )
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Returns whether importlib imports a module, and does not only look for it."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib._boot"):
+        if frame.f_code.co_name.startswith("_find_and_load"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _modules() -> dict[str, ModuleType]:

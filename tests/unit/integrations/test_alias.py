@@ -76,6 +76,20 @@ def test_every_form_of_import() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("name", ["flash_attn.ops", "flash_attn.layers.rotary", "flash_attn_3.x"])
+def test_a_module_that_is_not_in_the_alias_is_named_with_those_that_are(name: str) -> None:
+    finders = list(sys.meta_path)
+    words = r"flash_attn\S* is not in the alias .* has flash_attn, .*bert_padding, .*undo\(\)"
+    with as_flash_attn():
+        with pytest.raises(ModuleNotFoundError, match=words):
+            importlib.import_module(name)
+        # torch asks so whether FlashAttention-4 is there.
+        assert importlib.util.find_spec("flash_attn.cute") is None
+    assert sys.meta_path == finders
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flash_attn"):
+        importlib.import_module(name)
+
+
 def test_alias_is_no_distribution() -> None:
     with as_flash_attn():
         version = importlib.import_module("flash_attn").__version__
@@ -102,7 +116,7 @@ def test_another_flash_attn_is_hidden_and_restored(other: ModuleType) -> None:
     with as_flash_attn():
         alias = importlib.import_module("flash_attn")
         assert alias.flash_attn_func != "the other one"
-        with pytest.raises(ModuleNotFoundError):
+        with pytest.raises(ModuleNotFoundError, match=r"^flash_attn\.layers is not in the alias"):
             importlib.import_module("flash_attn.layers")
     assert importlib.import_module("flash_attn") is other
     assert "flash_attn.layers" in sys.modules
