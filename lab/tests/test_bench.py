@@ -138,6 +138,19 @@ def test_means_are_of_our_time_over_theirs() -> None:
     assert means["D64"]["best"]["mean"] == pytest.approx(math.sqrt(2.0 * 1.25), abs=1e-3)
 
 
+def test_chunks_do_not_count_for_those_that_get_a_tensor_of_their_mask() -> None:
+    found = [
+        {"name": group, "group": group, "head_dim": 64,
+         "ratio": {"ours": 1, "sdpa-cudnn": 2.0, "sdpa-flash": 2.0, "module:mine": 2.0}}
+        for group in ("dense", "chunk")
+    ]  # fmt: skip
+    means = summarise(found, cases.STUDIES["peers-forward"])
+    assert set(means["chunk"]) == {"sdpa-flash", "module:mine"}
+    assert {name: one["cases"] for name, one in means["all"].items()} == {
+        "sdpa-cudnn": 1, "sdpa-flash": 2, "module:mine": 2, "best": 1
+    }  # fmt: skip
+
+
 def test_the_files_and_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tmp_path, "--attentions", "sdpa") == 0
     record = read(tmp_path)

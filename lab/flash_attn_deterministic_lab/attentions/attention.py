@@ -85,6 +85,7 @@ class Attention:
     distribution: str = "torch"  # that it comes from
     devices: tuple[str, ...] = ("cuda",)  # where it runs
     bench: bool = True  # whether `bench` times it unasked
+    chunk_mask: bool = True  # whether it has a causal mask of its own for chunks of the queries
     deterministic: str = ""  # its setting with most promises of equal bits, if another than this
     # what calls run in, backwards too
     inside: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)

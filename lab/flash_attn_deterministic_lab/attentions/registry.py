@@ -46,7 +46,7 @@ def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[st
     make = torchs.sdpa(backend)
     other = f"{name}-deterministic"
     words = f"{title}, deterministic"
-    more = {"takes": takes, **more}
+    more = {"takes": takes, "chunk_mask": torchs.masks_chunks(backend), **more}
     return (
         Attention(name, title, make, deterministic=other, **more),
         Attention(

@@ -18,10 +18,17 @@ from .attention import Function
 _SDPA: Any = functional.scaled_dot_product_attention  # before a study replaces it
 
 
+def masks_chunks(backend: SDPBackend | None) -> bool:
+    """Returns whether a backend itself aligns a causal mask to the bottom right corner.
+
+    torch's flash kernels do, and take no other mask. The rest gets a tensor, with which cuDNN takes
+    three times as long: nothing follows from that for its kernels.
+    """
+    return backend == SDPBackend.FLASH_ATTENTION
+
+
 def sdpa(backend: SDPBackend | None = None) -> Callable[[], Function]:
     """Returns what makes SDPA, held to a backend."""
-    # torch's flash kernels take no mask but their own.
-    masks = backend != SDPBackend.FLASH_ATTENTION
 
     def attend(
         q: Tensor,
@@ -33,9 +40,10 @@ def sdpa(backend: SDPBackend | None = None) -> Callable[[], Function]:
         seqlens_k: Tensor | None = None,
     ) -> Tensor:
         # SDPA's own causal mask is aligned to the top left corner.
-        if seqlens_k is not None or (causal and masks and q.shape[1] != k.shape[1]):
+        chunk = causal and q.shape[1] != k.shape[1]
+        if seqlens_k is not None or (chunk and not masks_chunks(backend)):
             mask = _mask(q, k, causal, seqlens_k)
-        elif causal and q.shape[1] != k.shape[1]:
+        elif chunk:
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(q.shape[1], k.shape[1])

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..attentions import Attention
+from ..attentions import ATTENTIONS, Attention
 from ..attentions.named import kind_and_line
+from ..attentions.registry import OURS
 from ..errors import UnavailableError
 from ..shared.timing import capture, on_cpu, peak_memory, rotation, summary, within
 from .cases import KERNEL_HEAD_DIMS, Study
@@ -180,17 +181,15 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
 
     Returns:
         By group ("all", those of the cases, and "D128" for head dims that run its kernels, padded
-        ones too, without windows), then by attention (and
-        "best": the fastest rival of a case): geometric `mean`, `worst` and its case, `cases`.
+        ones too, without windows), then by attention (and "best": the fastest rival of a case):
+        geometric `mean`, `worst` and its case, `cases`. Chunks count for those that have a mask.
     """
+    # A tensor of the mask takes longer than their kernels would.
+    without_mask = {name for name, one in ATTENTIONS.items() if not one.chunk_mask}
     found: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for case in cases:
-        ratios = {name: ratio for name, ratio in case["ratio"].items() if name != "ours"}
-        # For chunks torch hands cuDNN no causal mask but a tensor of it, which takes three times as
-        # long: nothing follows from that for its kernels.
-        if case["group"] == "chunk":
-            ratios.pop("sdpa-cudnn", None)
-        over = {name: round(1 / ratio, 4) for name, ratio in ratios.items()}
+        left_out = {OURS.name, *(without_mask if case["group"] == "chunk" else ())}
+        over = {n: round(1 / ratio, 4) for n, ratio in case["ratio"].items() if n not in left_out}
         rivals = [over[name] for name in study.rivals if name in over]
         over |= {"best": max(rivals)} if rivals else {}
         head_dim = next(dim for dim in KERNEL_HEAD_DIMS if dim >= case["head_dim"])
