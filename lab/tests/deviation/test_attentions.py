@@ -68,6 +68,24 @@ def test_every_attention_is_torchs_forward_and_backward(name: str, option: str) 
         assert float(error) < 0.03, (name, option)
 
 
+@pytest.mark.parametrize("options", [
+    {"is_causal": True, "scale": 0.5},
+    {"attn_mask": torch.ones(24, 24).tril().bool()},
+    {"attn_mask": torch.zeros(2, 1, 24, 24).masked_fill(torch.ones(24, 24).triu(1) > 0, -math.inf)},
+], ids=["causal", "mask", "bias"])  # fmt: skip
+def test_decode_is_the_same_function_token_by_token(options: dict[str, Any]) -> None:
+    q, k, v, _ = _tensors(1)
+    found = find_attention("exact-decode")(q, k, v, enable_gqa=True, **options)
+    expected = find_attention("exact")(q, k, v, enable_gqa=True, **options)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("option", ["plain", "mask", "bias"])
+def test_what_sees_later_tokens_is_not_decoded(option: str) -> None:
+    with pytest.raises(ArgumentError, match="expected a call in which each token sees none after"):
+        _call("exact-decode", **OPTIONS[option])
+
+
 def test_exact_gives_float64s_bits_back_rounded_once() -> None:
     q, k, v, _ = (tensor.double() for tensor in _tensors())
     found = find_attention("exact")(q, k, v, is_causal=True)

@@ -142,6 +142,17 @@ def test_log_probabilities_of_two_attentions_differ_a_little(tmp_path: Path) -> 
     assert value["batch_invariant"]["exact"]
 
 
+def test_decode_is_compared_with_prefill(tmp_path: Path) -> None:
+    target = load_target("language-tiny", "", 2, "cpu")
+    value = run_tokens(target, ("ours-decode", "ours"), "bf16", "cpu", tmp_path)
+    assert (value["same"], value["kl"][1]) == (1, 0)
+    assert value["batch_invariant"] == {"ours-decode": True, "ours": True}
+    # The same function, in products of other shapes.
+    value = run_tokens(target, ("sdpa-flash-decode", "sdpa-flash"), "bf16", "cpu", tmp_path)
+    assert value["same"] < 1
+    assert 0 < value["kl"][1] < 1e-4
+
+
 def test_batch_dependence_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn_deterministic_lab.deviation.instrument import tokens
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+
+from ...errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,31 @@ class Call:
             part = torch.zeros(each.shape, device=each.device).masked_fill(each, -math.inf)
             bias = part if bias is None else bias + part
         return bias
+
+    def steps(self) -> Iterator[Call]:
+        """Yields the call of each query over the keys up to it, as decoding with a cache has it.
+
+        Raises:
+            ArgumentError: a query sees a later key, or queries and keys are not the same tokens.
+        """
+        seqlen, bias = self.q.shape[-2], self.bias()
+        tokens = (seqlen, seqlen)
+        later = torch.ones(tokens, dtype=torch.bool, device=self.q.device).triu(1)
+        if self.k.shape[-2] != seqlen or bias is None or not _hides(bias, later):
+            raise ArgumentError(
+                "attention: expected a call in which each token sees none after it, got another: "
+                "nothing is decoded there"
+            )
+        for row in range(seqlen):
+            mask = self.mask
+            if mask is not None:
+                mask = mask.expand(*mask.shape[:-2], *tokens)[..., row : row + 1, : row + 1]
+            k, v = (tensor[..., : row + 1, :] for tensor in (self.k, self.v))
+            yield Call(self.q[..., row : row + 1, :], k, v, mask, scale=self.scale)
+
+
+def _hides(bias: torch.Tensor, places: torch.Tensor) -> bool:
+    return bool((bias.expand(*bias.shape[:-2], *places.shape)[..., places] == -math.inf).all())
 
 
 def call_of(

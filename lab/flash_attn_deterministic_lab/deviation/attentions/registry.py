@@ -30,6 +30,8 @@ from .torch_lines import torch_lines
 
 _SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
+DECODE = "-decode"  # behind the name of an attention
+
 # Takes what torch's scaled_dot_product_attention takes.
 Attention = Callable[..., torch.Tensor]
 
@@ -128,6 +130,16 @@ def _kernel(call: Call, attention: Kernel) -> torch.Tensor:
     return out.transpose(1, 2).to(call.q.dtype)
 
 
+def _decode(call: Call, attention: Attention) -> torch.Tensor:
+    """An attention as a sampler calls it, one query at a time."""
+    outs = [
+        attention(step.q, step.k, step.v, attn_mask=step.mask, scale=step.scale,
+                  enable_gqa=step.q.shape[-3] != step.k.shape[-3])
+        for step in call.steps()
+    ]  # fmt: skip
+    return torch.cat(outs, -2)
+
+
 # How each is computed, and what reports call it.
 _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
     "explicit": (_explicit, "explicit"),
@@ -146,7 +158,8 @@ def find_attention(name: str) -> Attention:
 
     Names are those of `LABELS`; explicit:FORMAT, every result rounded to a format; PRESET,
     PRESET:FORMAT and PRESET+DELTA of emulated ones; and MODULE:FUNCTION or FILE.py:FUNCTION, with
-    the signature of torch's scaled_dot_product_attention.
+    the signature of torch's scaled_dot_product_attention. NAME-decode is that of NAME, called once
+    for each query over the keys up to it.
 
     Raises:
         ArgumentError: there is none of this name.
@@ -155,6 +168,9 @@ def find_attention(name: str) -> Attention:
         return _attention(_NAMED[name][0])
     if name in ATTENTIONS:
         return _attention(functools.partial(_kernel, attention=ATTENTIONS[name]))
+    if name.endswith(DECODE):
+        base = find_attention(name.removesuffix(DECODE))
+        return _attention(functools.partial(_decode, attention=base))
     plain, _, delta = name.partition("+")
     base, _, rest = plain.partition(":")
     if rest and base in ("explicit", *PRESETS):
@@ -164,7 +180,7 @@ def find_attention(name: str) -> Attention:
     if base in PRESETS and delta in ("", *DELTAS):
         return _attention(lambda call: emulated_attention(call, base, rest, delta or "rounded"))
     if not rest or not (base.endswith(".py") or base.replace(".", "").isidentifier()):
-        known = ", ".join((*LABELS, "explicit:FORMAT", *PRESETS))
+        known = ", ".join((*LABELS, "explicit:FORMAT", *PRESETS, f"NAME{DECODE}"))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
     found: Attention = find_callable(name, "attention")
     return found
