@@ -169,8 +169,8 @@ def find_attention(name: str) -> Attention:
     if name in ATTENTIONS:
         return _attention(functools.partial(_kernel, attention=ATTENTIONS[name]))
     if name.endswith(DECODE):
-        base = find_attention(name.removesuffix(DECODE))
-        return _attention(functools.partial(_decode, attention=base))
+        stepped = find_attention(name.removesuffix(DECODE))
+        return _attention(functools.partial(_decode, attention=stepped))
     plain, _, delta = name.partition("+")
     base, _, rest = plain.partition(":")
     if rest and base in ("explicit", *PRESETS):
