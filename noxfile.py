@@ -175,11 +175,16 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def publish(session: nox.Session) -> None:
-    """Run the gate, then upload the wheels (-- ARGS: twine's)."""
+    """Run the gate, then upload what it passed (-- --repository NAME: to another server)."""
+    # No path, nor another option of twine's: what is uploaded is what the gate wrote.
+    parser = argparse.ArgumentParser(prog="nox -s publish --", allow_abbrev=False)
+    parser.add_argument("--repository", metavar="NAME", help="of twine's configuration")
+    repository = parser.parse_args(session.posargs).repository
+    options = ["--repository", repository] if repository else []
     run_gate(session, "release")
     paths = map(str, wheels(session, "build/release/package-index"))
     install(session, "publish")
-    session.run("twine", "upload", "--non-interactive", *session.posargs, *paths)
+    session.run("twine", "upload", "--non-interactive", *options, "--", *paths)
 
 
 @nox.session(default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -53,6 +54,15 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
         print(f"error: interrupted. {left}".rstrip(), file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def printable(text: str) -> str:
+    """Text of others for terminals and logs: one line of ASCII, no command to GitHub's runner.
+
+    Such a command also begins with `::`, but only at the beginning of a line.
+    """
+    escaped = re.sub("[^ -~]", lambda found: found[0].encode("unicode_escape").decode(), text)
+    return escaped.replace("##[", r"#\x23[")
 
 
 def differences(found: Any, expected: Mapping[str, Any], where: str = "") -> Iterator[str]:

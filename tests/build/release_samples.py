@@ -20,10 +20,11 @@ from flash_attn_build.release.policy import Policy
 from flash_attn_build.release.report import digest, read_report
 from flash_attn_build.wheel import check, dist_info
 
-SCHEMA: Mapping[str, Any] = json.loads((ROOT / "docs/verification.schema.json").read_text())
+SCHEMAS = ("docs/verification.schema.json", "docs/manifest.schema.json")
 SETTINGS = {
     "preset": "release", "defines": [], "environment": {}, "locked": True, "source_date_epoch": 0,
-    "toolkit_sha256": "70" * 32, "compiled_in_this_run": 2,
+    "toolkit_sha256": "70" * 32, "compiled_in_this_run": 2, "jobs": 2, "wall_seconds": 9.0,
+    "machine": {"system": "Debian", "image": ""},
 }  # fmt: skip
 TOOLS = {
     "nvcc": "13.0.88", "g++": "(x) 12.2.0", "python": "3.12.3", "ziglang": "0.17.0",
@@ -144,9 +145,8 @@ def make(root: Path, wheel: Path) -> Project:
     placed.write_bytes(wheel.read_bytes())
     describe(placed)
     write_native(root)
-    files.write_json(root / "docs" / "verification.schema.json", SCHEMA)
-    for name in fake_wheel.OF_THE_TREE:
-        (root / name).write_bytes((ROOT / name).read_bytes())
+    for name in (*fake_wheel.OF_THE_TREE, *SCHEMAS):
+        files.write_text(root / name, (ROOT / name).read_text())
     files.write_text(
         root / "CHANGELOG.md",
         f"# Changelog\n\n## {fake_wheel.VERSION} (2026)\n\n- First.\n\n## 0.0.1\n",
@@ -194,7 +194,8 @@ def describe(wheel: Path) -> None:
          "wall_seconds": 1.0}
         for each in info["instances"]
     ]  # fmt: skip
-    text = manifest.describe(wheel, info, units, SETTINGS, TOOLS, {}, {})
+    cost = {"cpu_seconds": 9.0, "peak_rss_bytes": 1}
+    text = manifest.describe(wheel, info, units, SETTINGS, TOOLS, {}, cost)
     files.write_json(manifest.path_of(wheel), text)
 
 
@@ -237,7 +238,7 @@ def write_gpu_tests(path: Path, sha256: str, states: Mapping[str, str] | None = 
         for name, state in found.items()
     ]
     failures, errors = ([*found.values()].count(state) for state in ("failure", "error"))
-    suite = f'name="sha256:{sha256}" errors="{errors}" failures="{failures}"'
+    suite = f'name="sha256:{sha256}" errors="{errors}" failures="{failures}" tests="{len(cases)}"'
     text = f"<testsuites><testsuite {suite}>{''.join(cases)}</testsuite></testsuites>"
     files.write_text(path, text)
 

@@ -228,7 +228,7 @@ def test_a_new_system_runs_what_the_readme_says(
     assert (session.commands, session.options["env"]) == ([(".ci/fresh", "trixie", "true")], {})
 
 
-def test_publish_runs_the_gate_and_gives_twine_its_options(
+def test_publish_uploads_what_the_gate_wrote_and_nothing_else(
     sessions: ModuleType, tmp_path: Path
 ) -> None:
     names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
@@ -238,8 +238,13 @@ def test_publish_runs_the_gate_and_gives_twine_its_options(
     gate, upload = (command for command in session.commands if command[0] != "install")
     assert gate == ("python", "-m", "flash_attn_build.release")
     assert session.commands[0][-1] == "locks/gate.txt"
-    assert upload[:5] == ("twine", "upload", "--non-interactive", "--repository", "test")
-    assert [Path(path).name for path in upload[5:]] == [*names]
+    assert upload[:6] == ("twine", "upload", "--non-interactive", "--repository", "test", "--")
+    assert [Path(path).name for path in upload[6:]] == [*names]
+    for words in (["evil.whl"], ["--repository", "test", "evil.whl"], ["--", "evil.whl"], ["-s"]):
+        session = Session(*words)
+        with pytest.raises(SystemExit):
+            sessions.publish(session)
+        assert session.commands == []
 
 
 def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_writes(

@@ -116,15 +116,26 @@ def build(request: Request) -> Path:
             "peak_rss_bytes": used.ru_maxrss * 1024,
         }
         text = manifest.describe(wheel, info, units, settings, tools, places, cost)
-        final = request.out_dir / wheel.name
+        files.write_json(manifest.path_of(wheel), text)
         wheel.chmod(0o644)
-        files.write_json(manifest.path_of(final), text)
-        os.replace(wheel, final)
+        final = put(wheel, request.out_dir)
     _say(
         f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "
         f"{len(units)} translation units, {cost['cpu_seconds'] / 60:.1f} CPU-minutes, "
         f"largest process {cost['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
     )
+    return final
+
+
+def put(wheel: Path, folder: Path) -> Path:
+    """Moves a wheel and its manifest into a folder; returns the wheel's path there.
+
+    However far it came, no wheel there has the manifest of other bytes, but at worst none.
+    """
+    final = folder / wheel.name
+    manifest.path_of(final).unlink(missing_ok=True)
+    os.replace(wheel, final)
+    os.replace(manifest.path_of(wheel), manifest.path_of(final))
     return final
 
 

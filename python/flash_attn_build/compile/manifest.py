@@ -28,16 +28,18 @@ def path_of(wheel: Path) -> Path:
     return wheel.with_name(f"{wheel.name}.manifest.json")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads a manifest, or refuses what is none; of which wheel it is, is not checked."""
+def read(wheel: Path) -> dict[str, Any]:
+    """Reads the manifest beside a wheel, of whatever schema; refuses that of other bytes."""
+    path, sha256 = path_of(wheel), sha256_of(wheel)
     try:
-        text = read_json(path)
+        text: dict[str, Any] = read_json(path)
+        stated = text["wheel"]["sha256"]
     except FileNotFoundError as error:
         raise RefusedError(f"{path.name} is missing; the build writes it") from error
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"{path.name} is unreadable ({error})") from error
-    if not isinstance(text, dict) or text.get("schema") != SCHEMA:
-        raise RefusedError(f"expected schema {SCHEMA} in {path.name}")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RefusedError(f"{path.name} is unreadable ({error!r})") from error
+    if stated != sha256:
+        raise RefusedError(f"{path.name} is of another wheel ({stated!r:.80}, not {sha256})")
     return text
 
 

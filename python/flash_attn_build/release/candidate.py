@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -14,11 +13,13 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from ..compile import manifest, sources
 from ..errors import RefusedError, differences, first_of
-from ..files import read_tree
+from ..files import read_tree, sha256_of
 from ..wheel import archive, check
 from ..wheel.dist_info import PACKAGE
+from . import schema
 from .policy import Policy
 
+_SCHEMA = "docs/manifest.schema.json"
 _PIN = "cpp/upstream/upstream.json"
 _INSTANCES = "cpp/instances.json"
 # Flags that CMake adds by itself, or that name folders or what the build was asked for; any other
@@ -40,23 +41,22 @@ class Candidate:
     version: str  # without a local part; "" if the name is not that of a wheel
     kind: str  # machine and local part of the version: "x86_64", "aarch64+cu12"
     sha256: str
-    manifest: Mapping[str, Any] = field(repr=False)  # empty if there is none
+    # As the schema has it; empty if there is none of these bytes and that form.
+    manifest: Mapping[str, Any] = field(repr=False)
     problems: tuple[str, ...] = ()
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures of the machine code in the wheel, such as "sm_90"."""
         return tuple(
-            f"sm_{str(name).removesuffix('-real')}"
+            f"sm_{name.removesuffix('-real')}"
             for name in self.manifest.get("architectures") or ()
-            if not str(name).endswith("-virtual")
+            if not name.endswith("-virtual")
         )
 
 
 def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     """Reads a wheel and its manifest, and compares them with each other and with the tree."""
-    data = wheel.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
     problems: list[str] = []
     version = kind = ""
     text: dict[str, Any] = {}
@@ -64,18 +64,21 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
         _, parsed, _, tags = parse_wheel_filename(wheel.name)
         version, machine = parsed.public, min(str(tag) for tag in tags).partition("_2_28_")[2]
         kind = machine + (f"+{parsed.local}" if parsed.local else "")
-        text = manifest.read(manifest.path_of(wheel))
+        text = manifest.read(wheel)
+        if misshapen := schema.problems(text, root / _SCHEMA):
+            problems += [f"manifest: {problem}" for problem in misshapen]
+            text = {}
     except (InvalidWheelFilename, RefusedError) as error:
         problems.append(f"manifest: {error}")
     # Readers of ELF and JSON raise many kinds of errors for a damaged file; each is a problem.
     try:
         info = check.check(wheel, root)
-        contents, date = archive.unpack(data)
+        contents, date = archive.unpack(wheel.read_bytes())
         problems += _source_problems(contents, info, root)
         problems += instance_problems(info, root)
         if text:
-            stated = {"name": wheel.name, "sha256": digest, "bytes": len(data)}
-            expected = {"wheel": stated, **{key: info.get(key) for key in manifest.FROM_WHEEL}}
+            expected = {key: info.get(key) for key in manifest.FROM_WHEEL}
+            expected["wheel"] = {"name": wheel.name, "bytes": wheel.stat().st_size}
             problems += [f"manifest: {each}" for each in differences(text, expected)]
             if archive.date_of(text["build"]["source_date_epoch"]) != date:
                 problems.append("manifest: source_date_epoch is not the date in the wheel")
@@ -86,11 +89,9 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     try:
         found = _manifest_problems(text, root, policy) if text else ()
         problems += [f"manifest: {problem}" for problem in found]
-    except OSError as error:
+    except (OSError, LookupError, ValueError) as error:
         problems.append(f"tree: {error}")
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        problems.append(f"manifest: cannot be compared with the tree ({error!r})")
-    return Candidate(wheel, version, kind, digest, text, tuple(problems))
+    return Candidate(wheel, version, kind, sha256_of(wheel), text, tuple(problems))
 
 
 def _source_problems(
@@ -126,22 +127,18 @@ def instance_problems(info: Mapping[str, Any], root: Path) -> Iterator[str]:
 
 
 def _manifest_problems(text: Mapping[str, Any], root: Path, policy: Policy) -> Iterator[str]:
-    """Compares what the manifest states of the build with what a release demands."""
+    """Compares what a manifest, as the schema has it, states of the build with tree and policy."""
     build, tools, cuda, units = (
         text[key] for key in ("build", "tools", "cuda_toolkit", "translation_units")
     )
     pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
     upstream = {"name": pin["name"], "version": pin["version"], "sha256": pin["sdist"]["sha256"]}
     expected = {
-        "deterministic": True,
-        "build": {
-            "preset": "release", "defines": [], "environment": {}, "locked": True,
-            "compiled_in_this_run": len(units),  # nothing that an earlier build left
-        },
+        "build": {"compiled_in_this_run": len(units)},  # nothing that an earlier build left
         "tools": {"nvcc": cuda},
         "totals": {"translation_units": len(units)},
         "upstream": {**upstream, "patches": pin["patches"]},
-    }  # fmt: skip
+    }
     yield from differences(text, expected)
     if build["toolkit_sha256"] not in policy.toolkits.get(cuda, ()):
         yield f"the toolkit {build['toolkit_sha256']} is not the locked one of nvcc {cuda}"
@@ -149,11 +146,15 @@ def _manifest_problems(text: Mapping[str, Any], root: Path, policy: Policy) -> I
     if len(objects) < len(text["instances"]):
         yield f"{len(objects)} CUDA translation units for {len(text['instances'])} kernels"
     python = {"python_full_version": tools["python"]}
+    others = {*tools} - {"nvcc", "python"}
     for locked in manifest.locked(cuda, root):
+        others.discard(locked.name)
         wanted = locked.marker is None or locked.marker.evaluate(python)
         version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
         if (wanted or version) and version not in locked.specifier:
             yield f"built with {locked.name} {version or None}, but locks/ has {locked}"
+    if len(others) != 1:
+        yield f"beside what locks/ has it names {sorted(others)}, not the host compiler alone"
     files = [root / "CMakeLists.txt", *sorted((root / "cmake").rglob("*"))]
     lines = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
     known = set(re.split(r'[\s;<>"():$]+', re.sub(r"#.*", "", lines)))

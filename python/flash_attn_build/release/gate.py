@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..compile import sources
+from ..errors import printable
 from . import tree
 from .candidate import Candidate, read_candidate
 from .policy import Policy, Unverified
@@ -80,15 +81,15 @@ def judge(
     lines = []
     for verdict in verdicts:
         if verdict.problems:
-            lines.append(f"{verdict.wheel.path.name} (sha256 {verdict.wheel.sha256}):")
+            lines.append(f"{verdict.wheel.path.name!r} (sha256 {verdict.wheel.sha256}):")
             lines += [f"  - {problem}" for problem in verdict.problems]
     if sorted(verdict.wheel.kind for verdict in verdicts) != sorted(policy.wheels):
-        there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
+        there = ", ".join(repr(wheel.name) for wheel in wheels) or "no wheel"
         lines.append(f"expected one wheel each of {', '.join(policy.wheels)}, found {there}")
     if not allow_other_reports:
         known = {verdict.wheel.sha256 for verdict in verdicts}
         others = [report for report in reports if report.sha256 not in known]
-        lines += [f"{each.where}: is of no wheel of this release" for each in others]
+        lines += [f"  - {printable(each.where)}: is of no wheel of this release" for each in others]
     return {verdict.wheel.kind: verdict for verdict in verdicts}, lines
 
 
@@ -148,8 +149,8 @@ def decide(
         problems += [f"{name}: {entry.ptx_report}: {problem}" for problem in found]
     return Verdict(
         candidate,
-        tuple(dict.fromkeys([*problems, *failed])),
-        tuple(failed),
+        tuple(dict.fromkeys(map(printable, [*problems, *failed]))),
+        tuple(map(printable, failed)),
         verified,
         {name: entry.reason if entry else "" for name, entry in unverified.items()},
     )

@@ -11,15 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from ..errors import differences
 from ..files import read_json
+from . import schema
 from .candidate import Candidate
 from .policy import Policy
 
 SCHEMA = "docs/verification.schema.json"
 GPU_TESTS = "gpu-tests.xml"  # JUnit's form, beside the report; the suite is named by the wheel
+# What pytest writes into each element of it.
+_JUNIT: dict[str, set[str]] = {
+    "testsuites": {"testsuite"},
+    "testsuite": {"properties", "testcase"},
+    "testcase": {"properties", "skipped", "failure", "error", "system-out", "system-err"},
+    "properties": {"property"},
+}
 # A complete, passing run of an installed wheel on a GPU.
 PASSED = {
     "complete": True, "source_tree": False, "device": "cuda", "status": "passed",
@@ -62,7 +68,6 @@ def digest(content: Mapping[str, Any]) -> str:
 
 def read_report(path: Path, root: Path) -> Report:
     """Reads a report, by the schema of a source tree."""
-    schema = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     try:
         content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -70,10 +75,8 @@ def read_report(path: Path, root: Path) -> Report:
     said = content if isinstance(content, dict) else {}
     wheel = said["wheel"] if isinstance(said.get("wheel"), dict) else {}
     names = (str(wheel.get("sha256") or ""), str(said.get("status")))
-    errors = sorted(Draft202012Validator(schema).iter_errors(content), key=lambda e: e.json_path)
-    if errors:
-        found = tuple(f"{error.json_path}: {error.message[:200]}" for error in errors[:3])
-        return Report(path, {}, found, *names)
+    if found := schema.problems(content, root / SCHEMA):
+        return Report(path, {}, tuple(found), *names)
     if content["digest"] == digest(content):
         return Report(path, content, (), *names)
     changed = "was changed after it was written: its digest is not that of its content"
@@ -97,7 +100,7 @@ def proof_problems(
         wanted = policy.required_architectures.get(name, "")
         if not re.fullmatch(wanted, gpu, re.ASCII):
             of = wanted or "those that the policy names"
-            yield f"ran {name} on {ascii(gpu)[:80]}, which is none of {of}"
+            yield f"ran {name} on {gpu[:80]!r}, which is none of {of}"
     yield from build_problems(report, wheel.manifest)
     yield from state_problems(content, policy.required_sections, policy.required_checks)
     passed, found = read_gpu_tests(report.path.with_name(GPU_TESTS), wheel.sha256)
@@ -114,20 +117,26 @@ def read_gpu_tests(path: Path, sha256: str) -> tuple[list[str], list[str]]:
         # With NUL the parser would take it for UTF-16, where this search finds nothing.
         if any(word in text for word in ("\0", "<!DOCTYPE", "<!ENTITY")):
             raise ValueError("it declares entities, or is not UTF-8")
-        (suite,) = ElementTree.fromstring(text).iter("testsuite")
+        top = ElementTree.fromstring(text)
     except (OSError, ValueError, ElementTree.ParseError) as error:
         return [], [f"{GPU_TESTS}: is unreadable ({error})"]
-    passed, problems = [], [*differences(suite.attrib, {"name": f"sha256:{sha256}"}, GPU_TESTS)]
-    for case in suite.iter("testcase"):
-        states = {element.tag for element in case}
+    passed, problems = [], list[str]()
+    # Wherever it stands and whatever its namespace, a failure is one of these bytes.
+    for above in top.iter():
+        states = {element.tag.rpartition("}")[2] for element in above}
         if states & {"failure", "error"}:
-            name = f"{case.get('classname')}::{case.get('name')}"
+            name = f"{above.get('classname')}::{above.get('name')}"
             problems.append(f"{GPU_TESTS}: failed: {name[:160]!r}")
-        elif "skipped" not in states:
-            passed.append(str(case.get("classname")))
-    if {suite.get("failures"), suite.get("errors")} != {"0"} and not problems:
-        problems.append(f"{GPU_TESTS}: counts failures that it does not list")
-    return passed, problems
+        elif above.tag == "testcase" and "skipped" not in states:
+            passed.append(str(above.get("classname")))
+        unexpected = {element.tag for element in above} - _JUNIT.get(above.tag, set())
+        problems += [f"{GPU_TESTS}: holds {tag!r} in {above.tag!r}" for tag in unexpected]
+    suites = top.findall("testsuite")
+    if top.tag != "testsuites" or len(suites) != 1:
+        return passed, [*problems, f"{GPU_TESTS}: is not one suite of tests"]
+    counts = {"errors": "0", "failures": "0", "tests": str(len(suites[0].findall("testcase")))}
+    expected = {"name": f"sha256:{sha256}", **counts}
+    return passed, [*problems, *differences(suites[0].attrib, expected, GPU_TESTS)]
 
 
 def failures(report: Report, sha256: str) -> list[str]:
@@ -170,17 +179,16 @@ def runs_on(architecture: str, capability: str) -> bool:
 def build_problems(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Compares what a report states of the build with a build manifest."""
     keys = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")
-    stated = manifest.get("upstream")
-    upstream = stated if isinstance(stated, Mapping) else {}
+    upstream = manifest.get("upstream", {})
     pins = {
-        "upstream": {key: upstream.get(key) for key in ("version", "sha256")},
+        "upstream": {key: upstream.get(key) for key in ("name", "version", "sha256")},
         "patches": upstream.get("patches"),
     }
     expected = {"build": {key: manifest.get(key) for key in keys}, "pins": pins}
     yield from differences(report.content, expected)
     if report.content["build"].get("missing_kernels"):
         yield "says that the wheel lacks kernels"
-    held = {str(name) for name in manifest.get("architectures") or ()}
+    held = {*manifest.get("architectures", ())}
     for name in (*report.names("ran"), *report.names("ran_as_ptx")):
         kind, _, number = name.partition("_")
         if not {number, f"{number}-{'real' if kind == 'sm' else 'virtual'}"} & held:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import tempfile
@@ -13,18 +12,14 @@ from ..errors import first_of
 
 
 def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
-    """Compares a source tree with its commit, file by file, and its tag with the version.
+    """Compares a source tree with its commit, and its tag with the version.
 
-    `git status` can be configured to skip changes (assume-unchanged, skip-worktree, a file system
-    monitor, filters), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself)
-    and to look into another folder (core.worktree). So the bytes of every file are hashed here and
-    compared with the commit's blobs. New files are those that the .gitignore at the commit's root
-    does not name. `tag`: the one that a workflow runs for, "" by hand.
+    `tag`: the one that a workflow runs for, "" by hand.
     """
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
         tags = sorted(_git(root, "tag", "--points-at", "HEAD").split())
-        changes = [*_changes(root)]
+        changes = _changes(root, commit)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", "") or str(error)
         yield f"tree: git does not know what is checked out ({words.strip().splitlines()[-1]})"
@@ -38,38 +33,41 @@ def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
         yield f"tree: differs from its commit: {first_of(changes)}"
 
 
-def _changes(root: Path) -> Iterator[str]:
-    """Files whose bytes or mode are not those in the commit, and new ones."""
-    form = _git(root, "rev-parse", "--show-object-format").strip()
-    for line in filter(None, _git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD").split("\0")):
-        about, _, name = line.partition("\t")
-        mode, _, blob = about.split()
-        if _state(root / name, form) != (mode, blob):
-            yield name
-    with tempfile.NamedTemporaryFile("w", suffix=".gitignore") as rules:
-        if ".gitignore" in _git(root, "ls-tree", "--name-only", "HEAD").split("\n"):
-            rules.write(_git(root, "show", "HEAD:.gitignore"))
-        rules.flush()
-        found = _git(root, "ls-files", "--others", f"--exclude-from={rules.name}", "-z")
-    yield from filter(None, found.split("\0"))
+def _changes(root: Path, commit: str) -> list[str]:
+    """Files whose bytes or mode are not those in the commit, and new ones.
+
+    A checkout can be configured to skip changes (assume-unchanged, skip-worktree, a file system
+    monitor, filters), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself)
+    and to look into another folder (core.worktree). So they are looked for with a repository of
+    their own, that has the objects of this one and no configuration. New files are those that the
+    .gitignore at the commit's root does not name.
+    """
+    asked = ("--show-object-format", "--path-format=absolute", "--git-path", "objects")
+    form, objects = _git(root, "rev-parse", *asked).splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {
+            "HOME": folder, "XDG_CONFIG_HOME": folder, "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_ATTR_NOSYSTEM": "1", "GIT_DIR": f"{folder}/git",
+            "GIT_WORK_TREE": str(root.absolute()), "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+        }  # fmt: skip
+        _git(root, "init", "--quiet", "--template=", f"--object-format={form}", **environ)
+        # Bytes are compared as they are, whatever .gitattributes says.
+        attributes = Path(folder, "git", "info", "attributes")
+        attributes.parent.mkdir(exist_ok=True)
+        attributes.write_text("* -text -filter -ident -working-tree-encoding\n")
+        _git(root, "read-tree", commit, **environ)
+        changed = _git(root, "diff", "--no-ext-diff", "--name-only", "-z", **environ)
+        rules = Path(folder, "rules")
+        rules.touch()
+        if _git(root, "ls-files", ".gitignore", **environ):
+            rules.write_text(_git(root, "show", f"{commit}:.gitignore", **environ))
+        new = _git(root, "ls-files", "--others", f"--exclude-from={rules}", "-z", **environ)
+    return [name for name in (changed + new).split("\0") if name]
 
 
-def _state(path: Path, form: str) -> tuple[str, str]:
-    """What git would call a file's bytes and mode."""
-    if path.is_symlink():
-        mode, data = "120000", os.readlink(path).encode()
-    elif path.is_file():
-        mode, data = ("100755" if os.access(path, os.X_OK) else "100644"), path.read_bytes()
-    else:
-        return "", ""
-    return mode, hashlib.new(form, b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _git(root: Path, *arguments: str) -> str:
+def _git(root: Path, *arguments: str, **variables: str) -> str:
     # Variables may name another repository, or another index.
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(root), f"--work-tree={root.absolute()}", "--no-replace-objects"]
-    command += ["-c", "core.fsmonitor=false"]
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=True, env=environ
-    ).stdout
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), "--no-replace-objects", *arguments]
+    environ = {**kept, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout

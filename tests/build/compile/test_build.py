@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import fake_wheel
 import pytest
-from flash_attn_build.compile import build, build_folder, toolchain
+from flash_attn_build.compile import build, build_folder, manifest, toolchain
 from flash_attn_build.errors import BuildError, RefusedError, SettingError, ToolchainError
-from flash_attn_build.files import ROOT
+from flash_attn_build.files import ROOT, write_json, write_text
 from flash_attn_build.wheel import sbom
+from stand_ins import sha256
 
 NAME = f"flash_attn_deterministic-{fake_wheel.VERSION}"
 CUDA = toolchain.Toolchain(
@@ -99,6 +101,35 @@ def test_puts_wheel_and_manifest_into_dist(
     assert backend.env["CMAKE_BUILD_PARALLEL_LEVEL"] == "3"
     # The build's own check compares the metadata with the name.
     assert build.build(replace(request_, local="cu130")).name.startswith(f"{NAME}+cu130-py3-none-")
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_an_interruption_leaves_no_wheel_with_the_manifest_of_another(
+    tmp_path: Path, moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wheel(folder: Path, data: bytes) -> Path:
+        path = folder / f"{NAME}.whl"
+        write_text(path, data.decode())
+        write_json(manifest.path_of(path), {"wheel": {"sha256": sha256(data)}})
+        return path
+
+    old, made, left = wheel(tmp_path / "dist", b"old"), wheel(tmp_path / "new", b"new"), [moves]
+    move = os.replace
+
+    def stop(source: Path, target: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with suppress(KeyboardInterrupt):
+        build.put(made, old.parent)
+    if moves == 2:
+        assert manifest.read(old)["wheel"]["sha256"] == sha256(b"new")
+        old.write_bytes(b"edited")  # whatever its time and size
+    with pytest.raises(RefusedError, match=f"is {'of another wheel' if moves == 2 else 'missing'}"):
+        manifest.read(old)
 
 
 @pytest.mark.parametrize("failure", ["compilation", "gate"])

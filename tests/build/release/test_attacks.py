@@ -21,7 +21,7 @@ import fake_wheel
 import pytest
 import release_samples
 from fake_wheel import VERSION
-from flash_attn_build.files import write_text
+from flash_attn_build.files import ROOT, write_text
 from flash_attn_build.wheel import archive, dist_info
 from release_samples import MODULES, NATIVE, TAG, Change, Project, edit, put, sections
 
@@ -310,7 +310,7 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         "bytes behind it": with_bytes(lambda d: d[:-2] + b"\4\0evil"),
     }),
     (f"holds twice: ['{PACKAGE}/py.typed']", {"a file that is there twice": with_bytes(twice)}),
-    ("wheel.sha256: expected", {"a byte more": with_bytes(lambda d: d + b"\0", whole=False)}),
+    ("manifest.json is of another", {"a byte more": with_bytes(lambda d: d + b"\0", whole=False)}),
     ("archive: cannot be read", {
         "a hidden file": with_bytes(
             lambda d: d.replace(b"PK\1\2", b"PK\3\4" + d[4:30] + b"x.pya" + b"PK\1\2", 1),
@@ -335,6 +335,10 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     ),
     (f"{OTHER_TREE}{PACKAGE}/hidden.py", {"Python more": tree(HIDDEN, "", tag=True)}),
     (f"{CHANGED}README.md", {
+        "other ends of lines": all_of(
+            tree(".gitattributes", "* text=auto eol=lf\n", tag=True),
+            tree("README.md", (ROOT / "README.md").read_text().replace("\n", "\r\n")),
+        ),
         "edited": tree(*EDITED),
         "assume-unchanged": tree(*EDITED, "update-index --assume-unchanged README.md"),
         "skip-worktree": tree(*EDITED, "update-index --skip-worktree README.md"),
@@ -378,29 +382,35 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     *(
         (f"manifest: {path}: expected ", {f"manifest: {path} {value}": manifest(put(path, value))})
         for path, value in (
-            ("wheel.sha256", "0" * 64), ("upstream.version", "9"), ("build.preset", "dev"),
-            ("build.defines", ["A=1"]), ("build.environment", {"CXXFLAGS": "-ffast-math"}),
-            ("build.locked", False), ("build.compiled_in_this_run", 0), ("sources.cpp", "0" * 64),
-            ("deterministic", False), ("architectures", ["90-real"]), ("bits_version", 2),
-            ("tools.nvcc", "12.4.131"), ("totals.translation_units", 3),
+            ("upstream.version", "9"), ("build.compiled_in_this_run", 0),
+            ("sources.cpp", "0" * 64), ("architectures", ["90-real"]), ("bits_version", 2),
+            ("tools.nvcc", "12.4.131"), ("totals.translation_units", 3), ("wheel.bytes", 3),
         )
     ),
-    ("manifest: upstream.name: expected", {"no upstream": manifest(put("upstream", []))}),
-    ("build.environment: expected {}", {
+    *(
+        (f"manifest: $.{path}: ", {f"manifest: {path} {value}": manifest(put(path, value))})
+        for path, value in (
+            ("build.preset", "dev"), ("build.defines", ["A=1"]), ("build.locked", False),
+            ("build.environment", {"CXXFLAGS": "-ffast-math"}), ("deterministic", False),
+            ("schema", 1), ("upstream", []), ("build", "x"), ("tools", "x"), ("flags", "x"),
+            ("sources", {"\n::set-output name=x::": "0" * 64}),
+        )
+    ),
+    ("manifest: $.build: 'environment' is a required", {
         "no environment": manifest(lambda m: m["build"].pop("environment")),
+    }),
+    ("manifest.json is of another wheel", {
+        "a manifest of other bytes": manifest(put("wheel.sha256", "0" * 64)),
+    }),
+    ("it names ['clang++', 'g++'], not the host compiler alone", {
+        "a tool that no lock has": tool(**{"clang++": "9"}),
     }),
     ("manifest.json is missing; the build writes it", {
         "no manifest": lambda p: p.manifest_path.unlink(),
     }),
     ("manifest.json is unreadable", {
         "cut off manifest": lambda p: p.manifest_path.write_text("{"),
-    }),
-    ("manifest: expected schema 4", {
         "a manifest that is a list": lambda p: p.manifest_path.write_text("[]"),
-        "an older manifest": manifest(put("schema", 1)),
-    }),
-    ("manifest: cannot be compared with the tree", {
-        f"{key} of another form": manifest(put(key, "x")) for key in ("build", "tools", "flags")
     }),
     ("is not the locked one of nvcc 13.0.88", {
         "other nvcc": manifest(put("build.toolkit_sha256", "0" * 64)),
@@ -438,6 +448,13 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     ("1/verification.json: $.schema_version: 2 was expected", {
         "true": report(put("schema_version", True)),
     }),
+    *(
+        (f"'{field}' was unexpected", {f"{field} in '{path}'": report(put(f"{path}.{field}", ""))})
+        for path, field in (
+            ("environment", "evil"), ("provenance", "page"), ("provenance.hardware", "script"),
+            ("sections.1", "html"), ("sections.1.data", "x"), ("sections.3.data", "y"),
+        )
+    ),
     ("('script' was unexpected)", {"a script": report(put("script", "evil"))}),
     ("section contract: failed", {"a section failed": report(rows(contract="failed"))}),
     ("section decode: not-run", {"a section not run": report(rows(decode="not-run"))}),
@@ -445,7 +462,7 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         "a section left out": report(lambda r: r["sections"].pop()),
         "a section more": report(lambda r: r["sections"].append({"id": "x"})),
     }),
-    ("$.sections[0].id: 'environment' was", {
+    ("$.sections[0]", {
         "a section twice": report(lambda r: r["sections"].insert(0, r["sections"][1])),
     }),
     ("contract, paged: failed", {"a row failed": report(rows(paged="failed"))}),
@@ -523,6 +540,11 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     }),
     # A second report.
     (f"{SECOND}status: expected 'passed'", {"a run that failed": second(status="failed")}),
+    (r"\x1b[2J\n::set-output::#\x23[x/verification.json: status: expected", {
+        "a run whose name is a command": lambda p: p.add_report(
+            "\x1b[2J\n::set-output::##[x", status="failed"
+        ),
+    }),
     # Cut short: neither the report nor the section says that it failed.
     (f"{SECOND}contract, chunk: failed", {
         "a row that failed before the end": second(
@@ -566,14 +588,32 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
     ("gpu-tests.xml: is unreadable", {
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
         "GPU tests in another encoding": in_tests("", "", "utf-16-le"),
+    }),
+    ("gpu-tests.xml: is not one suite of tests", {
         "two suites": in_tests("</testsuites>", "<testsuite name='x' /></testsuites>"),
+        "no suites": in_tests("testsuites>", "suites>"),
+    }),
+    ("gpu-tests.xml: failed: ", {
+        f"a failure {name}": in_tests(old, old + new)
+        for name, old, new in (
+            ("of another namespace", ' name="test_a">', '<failure xmlns="x" />'),
+            ("outside of the suite", "<testsuites>", "<testcase><error /></testcase>"),
+            ("below another element", "</testcase>", "<x><testcase><failure /></testcase></x>"),
+            ("of no test", "<testsuites>", "<failure />"),
+        )
+    }),
+    ("gpu-tests.xml: holds '{x}testcase' in 'testsuite'", {
+        "a test of another namespace": in_tests("</testcase>", '</testcase><testcase xmlns="x" />'),
+    }),
+    ("gpu-tests.xml.tests: expected '3', got '2'", {
+        "a test more than counted": in_tests("</testsuite>", "<testcase /></testsuite>"),
     }),
     ("gpu-tests.xml: failed: 'tests.gpu.de", {
         "GPU tests that failed": gpu_tests("failure"), "GPU tests that ended": gpu_tests("error"),
     }),
     (f"gpu-tests.xml: no test of {MODULES[0]} passed", {"GPU tests skipped": gpu_tests("skipped")}),
     ("gpu-tests.xml.name: expected", {"of another wheel": in_tests("sha256:", "sha256:0")}),
-    ("counts failures that it does not list", {
+    ("gpu-tests.xml.failures: expected '0', got '1'", {
         "miscounted": in_tests('failures="0"', 'failures="1"'),
     }),
     ("declares entities", {

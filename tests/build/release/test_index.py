@@ -106,9 +106,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         in_release("flash_attn_deterministic-9.9-py3-none-any.whl"), "9.9-py3-none-any.whl' does"
     ),
     "another tag": (renamed, "does not belong into the release"),
-    "other bytes": (lambda r: the_wheel(r).write_bytes(b"x"), "its manifest is of another wheel"),
+    "other bytes": (lambda r: the_wheel(r).write_bytes(b"x"), "manifest.json is of another wheel"),
     "no manifest": (
-        lambda r: next(r.rglob("*.manifest.json")).unlink(), "of another wheel (no file)"
+        lambda r: next(r.rglob("*.manifest.json")).unlink(), "manifest.json is missing"
     ),
     "no wheel": (lambda r: the_wheel(r).unlink(), f"{TAG}: the release holds no wheel"),
     "no release": (lambda r: shutil.rmtree(r / TAG), "would be empty"),
