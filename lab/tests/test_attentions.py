@@ -97,6 +97,30 @@ def test_ours_takes_packed_sequences_and_pages() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn-deterministic"])
+def test_pages_of_packed_sequences_reach_flash_attention_2(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: object) -> object:
+        given.update(arguments)
+        return q, None
+
+    module = types.ModuleType("flash_attn")
+    module.__dict__.update(flash_attn_func=None, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.delenv("FA2_BASELINE", raising=False)
+    q, k, v = inputs()
+    packed, table = Packed.of([20, 20], [33, 33], "cpu"), torch.zeros(2, 3, dtype=torch.int32)
+    out = ATTENTIONS[name].make()(q, k, v, packed=packed, block_table=table, window=(4, 0))
+    assert out is q
+    assert given == {
+        "block_table": table, "window_size": (4, 0), "deterministic": name != "flash_attn",
+        **packed.arguments(),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", [n for n in PLAIN if GRADIENTS in ATTENTIONS[n].takes])
 def test_gradients_repeat(name: str) -> None:
     q, k, v = inputs(33, 33)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import UnavailableError
 from . import baseline
-from .attention import Function, Packed
+from .attention import Function
+from .interface import arguments, call
 
 BASELINE = "FA2_BASELINE"  # path of the library that `nox -s baseline` builds
 _WORKSPACE_BYTES = 256 * 2**20
@@ -25,11 +26,6 @@ def _installed(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} cannot be imported ({error})") from error
-
-
-def _window(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns options with the window under another name."""
-    return {name if each == "window" else each: value for each, value in options.items()}
 
 
 def flash_attn_2(deterministic: bool = False) -> Callable[[], Function]:
@@ -49,28 +45,7 @@ def flash_attn_2(deterministic: bool = False) -> Callable[[], Function]:
                 "FlashAttention-2, or that is not installed; take its folder off the path"
             )
 
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            scale: float | None = None,
-            packed: Packed | None = None,
-            seqlens_k: Tensor | None = None,
-            block_table: Tensor | None = None,
-            **options: Any,
-        ) -> Tensor:
-            given = _window({"softmax_scale": scale, **options}, "window_size")
-            if packed is not None:
-                given |= {"deterministic": deterministic, **packed.arguments()}
-                out: Tensor = module.flash_attn_varlen_func(q, k, v, **given)
-            elif seqlens_k is not None or block_table is not None:
-                given |= {"cache_seqlens": seqlens_k, "block_table": block_table}
-                out = module.flash_attn_with_kvcache(q, k, v, **given)
-            else:
-                out = module.flash_attn_func(q, k, v, deterministic=deterministic, **given)
-            return out
-
-        return attend
+        return _called(module, deterministic)
 
     return made
 
@@ -79,29 +54,16 @@ def flash_attn_4(deterministic: bool = False) -> Callable[[], Function]:
     """Returns what makes FlashAttention-4, which compiles a kernel at its first call."""
 
     def made() -> Function:
-        module = _installed("flash_attn.cute")
-
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            packed: Packed | None = None,
-            scale: float | None = None,
-            **options: Any,
-        ) -> Tensor:
-            given = _window(options, "window_size")
-            given |= {"deterministic": deterministic, "softmax_scale": scale}
-            if packed is None:
-                result: Any = module.flash_attn_func(q, k, v, **given)
-            else:
-                given |= packed.arguments()
-                result = module.flash_attn_varlen_func(q, k, v, **given)
-            out: Tensor = result[0] if isinstance(result, tuple) else result
-            return out
-
-        return attend
+        return _called(_installed("flash_attn.cute"), deterministic)
 
     return made
+
+
+def _called(module: Any, deterministic: bool) -> Function:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return call(module, q, k, v, arguments(options) | {"deterministic": deterministic})
+
+    return attend
 
 
 def flashinfer() -> Function:

@@ -1,0 +1,31 @@
+"""Calls of flash_attn's functions, which ours, FlashAttention-2 and FlashAttention-4 have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .attention import Packed
+
+_NAMES = {"scale": "softmax_scale", "window": "window_size", "seqlens_k": "cache_seqlens"}
+
+
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a call as these functions name them."""
+    found = {_NAMES.get(name, name): value for name, value in options.items()}
+    packed: Packed | None = found.pop("packed", None)
+    return found if packed is None else found | packed.arguments()
+
+
+def call(module: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+    """Calls that function of a module which takes these arguments, and returns out."""
+    if "cu_seqlens_q" in given:
+        result = module.flash_attn_varlen_func(q, k, v, **given)
+    elif "cache_seqlens" in given or "block_table" in given:
+        given.pop("deterministic", None)  # of the backward, which it does not have
+        result = module.flash_attn_with_kvcache(q, k, v, **given)
+    else:
+        result = module.flash_attn_func(q, k, v, **given)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
