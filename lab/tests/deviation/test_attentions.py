@@ -9,10 +9,7 @@ import pytest
 import torch
 from flash_attn_deterministic_lab.deviation.attentions.masks import Call
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
-from flash_attn_deterministic_lab.deviation.attentions.substitute import (
-    replaced_attention,
-    running_modules,
-)
+from flash_attn_deterministic_lab.deviation.attentions.substitute import replaced_attention
 from flash_attn_deterministic_lab.errors import ArgumentError
 from torch import nn
 from torch.nn import functional
@@ -146,14 +143,3 @@ def test_calls_are_replaced_under_any_name_and_left_alone_afterwards() -> None:
     assert len(seen) == 3
     assert imported(q, k, v).any()
     assert functional.scaled_dot_product_attention is imported
-
-
-def test_running_modules_are_named() -> None:
-    inner = nn.ReLU()
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(inner))
-    found: list[str] = []
-    with running_modules(model) as running:
-        inner.register_forward_pre_hook(lambda *_: found.append(running[-1]))
-        model(torch.ones(2))
-    assert found == ["1.0"]
-    assert running == []

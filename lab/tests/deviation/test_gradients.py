@@ -270,4 +270,5 @@ def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(arguments) == 0
     page = (tmp_path / "report.html").read_text()
     assert "<td>blocks.*.qkv.weight</td><td>explicit</td>" in page
+    assert "<td>01 blocks.1</td>" in page  # the second call of attention, by its module
     assert "systematic" in capsys.readouterr().out

@@ -70,25 +70,3 @@ def replaced_attention(
     finally:
         functional.scaled_dot_product_attention = _SDPA
         torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-@contextlib.contextmanager
-def running_modules(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Gives a list that holds, while the model runs, the names of the modules that run."""
-    running: list[str] = []
-
-    def enter(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(name)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()

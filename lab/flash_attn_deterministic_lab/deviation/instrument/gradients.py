@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.module_tracker import ModuleTracker
 
 from ...attentions.named import first_line_or_kind
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
-from ..attentions.substitute import replaced_attention, running_modules
+from ..attentions.substitute import replaced_attention
 from ..numbers.intervals import bounds, expanded_tail, mean_interval, resamples
 from ..study.environment import Progress, autocast, one_thread, repeatable
 from ..study.files import new_result, write_result
@@ -119,11 +120,12 @@ def _one_batch(
     missing: dict[str, str],
 ) -> dict[str, Any]:
     outputs: dict[str, dict[str, float]] = {}
-    exact = find_attention("exact")
+    exact, tracker = find_attention("exact"), ModuleTracker()
 
     @torch.no_grad()
     def compare(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        layer = f"{len(outputs):02} {layers[-1] if layers else ''}".strip()
+        module = max(tracker.parents, key=len).partition(".")[2]  # of a model's parts that run
+        layer = f"{len(outputs):02} {module}".strip()
         outputs[layer] = {}
         size = out.double().norm()
         for name, attention in attentions.items():
@@ -140,7 +142,7 @@ def _one_batch(
         compare(out, *args, **kwargs)
         return out
 
-    with running_modules(target.model) as layers:
+    with tracker:
         gradients = {"exact": _gradient(plan, target, batch, watched)}
     broken = [name for name, found in gradients["exact"].items() if not found.isfinite().all()]
     if broken:
