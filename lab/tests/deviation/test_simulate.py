@@ -9,11 +9,11 @@ import torch
 from flash_attn_deterministic import reference
 from flash_attn_deterministic_lab.deviation.attentions.masks import Call
 from flash_attn_deterministic_lab.deviation.emulate import simulate
-from flash_attn_deterministic_lab.deviation.emulate.simulate import (
-    baseline_attention,
+from flash_attn_deterministic_lab.deviation.emulate.explicit import (
+    explicit_attention,
     golden_attention,
-    tiled_attention,
 )
+from flash_attn_deterministic_lab.deviation.emulate.simulate import tiled_attention
 from flash_attn_deterministic_lab.deviation.emulate.steps import PRESETS, STEP_NAMES, find_preset
 from flash_attn_deterministic_lab.deviation.forward.inputs import draw
 from flash_attn_deterministic_lab.deviation.numbers.formats import NumberFormat, parse_format
@@ -58,7 +58,7 @@ def test_golden_is_torchs_math_in_float64() -> None:
 def test_baseline_is_explicit_torch_code_in_the_dtype(dtype: torch.dtype) -> None:
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     q, k, v = _qkv(name)
-    ours = baseline_attention(Call(q, k, v, scale=0.25), parse_format(name))
+    ours = explicit_attention(Call(q, k, v, scale=0.25), parse_format(name))
     theirs = ((q.to(dtype) @ k.to(dtype).mT) * 0.25).softmax(-1) @ v.to(dtype)
     # Sums in another order may round to the neighbour, rarely.
     assert (ours == theirs.float()).double().mean() > 0.99
@@ -182,7 +182,7 @@ def test_hidden_keys_take_no_part() -> None:
     attentions: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), PAPER, steps, 16),
         lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), TREE, steps, 16),
-        lambda values: baseline_attention(Call(q, k, values, bias, scale=SCALE), number_format),
+        lambda values: explicit_attention(Call(q, k, values, bias, scale=SCALE), number_format),
         lambda values: golden_attention(Call(q, k, values, bias, scale=SCALE)),
     ]
     for attend in attentions:

@@ -55,6 +55,14 @@ class Call:
             bias = part if bias is None else bias + part
         return bias
 
+    def by_rows(self, size: int) -> Iterator[Call]:
+        """Yields the call of so many queries at a time; it has no causal mask, see `plain`."""
+        for start in range(0, self.q.shape[-2], size):
+            rows, mask = slice(start, start + size), self.mask
+            if mask is not None and mask.shape[-2] > 1:
+                mask = mask[..., rows, :]
+            yield replace(self, q=self.q[..., rows, :], mask=mask)
+
     def steps(self) -> Iterator[Call]:
         """Yields the call of each query over the keys up to it, as decoding with a cache has it.
 

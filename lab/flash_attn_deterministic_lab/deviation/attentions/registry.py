@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from ...attentions import ATTENTIONS
 from ...attentions import Attention as Kernel
 from ...attentions.attention import FLOAT32
 from ...attentions.named import find_callable, first_line_or_kind
 from ...errors import ArgumentError
+from ..emulate.explicit import explicit_attention, softmax
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
 from .masks import Call, call_of
 from .torch_lines import torch_lines
-
-_SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
 DECODE = "-decode"  # behind the name of an attention
 
@@ -56,54 +52,12 @@ def _explicit(call: Call) -> torch.Tensor:
     scores = call.q @ call.k.mT * call.factor
     if call.mask is not None:
         scores = scores + call.mask.to(scores.dtype)
-    return _softmax(scores) @ call.v
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax over keys; a row without a key gives 0, as in torch's attention, and no NaN."""
-    empty = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-
-
-class _Rounded(torch.autograd.Function):
-    """Rounds a tensor, and its gradient on the way back."""
-
-    @staticmethod
-    def forward(ctx: object, values: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name  # type: ignore[attr-defined]
-        return parse_format(name).round(values)
-
-    @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return parse_format(ctx.name).round(grads[0]), None  # type: ignore[attr-defined]
+    return softmax(scores) @ call.v
 
 
 def _explicit_in(call: Call, name: str) -> torch.Tensor:
-    """Explicit attention whose scores, weights, output and their gradients have a format."""
-    container = parse_format(name).container
-
-    def rounded(values: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
-        return found
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
-        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None).to(container).plain()
-        scores = rounded(one.q @ one.k.mT * one.factor)
-        if one.mask is not None:
-            scores = scores + one.mask.to(container)
-        return rounded(rounded(_softmax(scores)) @ one.v).to(call.q.dtype)
-
-    # Some sequences at a time, computed again in the backward: scores of all would not fit.
-    batch, heads, rows = call.q.shape[:3]
-    pieces = min(batch, math.ceil(batch * heads * rows * call.k.shape[2] / _SCORES))
-    parts = [tensor.chunk(pieces) for tensor in (call.q, call.k, call.v)]
-    if call.mask is not None:
-        each = call.mask.ndim == call.q.ndim and len(call.mask) == batch
-        parts.append(call.mask.chunk(pieces) if each else (call.mask,) * len(parts[0]))
-    return torch.cat(
-        [checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False)
-         for part in zip(*parts, strict=True)]
-    )  # fmt: skip
+    """Explicit attention whose results and their gradients have a format."""
+    return explicit_attention(call, parse_format(name)).to(call.q.dtype)
 
 
 def _kernel(call: Call, attention: Kernel) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Baseline, tiled and golden attention with a number format per step.
+"""Tiled attention with a number format per step.
 
 Tensors are (..., seqlen, head_dim), in float32 or float64; the leading dimensions are a batch.
 Products are summed in the container (float32 or float64), as tensor cores sum them in float32, and
@@ -8,47 +8,15 @@ a step's result is then rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from ..attentions.masks import Call
-from ..numbers.formats import NumberFormat
 from .steps import STEP_NAMES, Preset, Round, Steps, rounder
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
 _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
-
-
-def golden_attention(call: Call) -> torch.Tensor:
-    """Computes softmax(q k^T * scale + bias) v in float64; rows without a key give 0."""
-    return _explicit(call.plain().to(torch.float64), rounder(None))
-
-
-def baseline_attention(call: Call, number_format: NumberFormat) -> torch.Tensor:
-    """Computes matmul, scaling, softmax and matmul, each with its result in the format.
-
-    This is what explicit torch code does with tensors of the format: softmax works in float32
-    inside, and rounds its result.
-    """
-    return _explicit(call.plain(), rounder(number_format))
-
-
-def _explicit(call: Call, rounded: Round) -> torch.Tensor:
-    def attend(rows: Call) -> torch.Tensor:
-        scores = rounded(rounded(rows.q @ rows.k.mT) * rows.factor)
-        if rows.mask is not None:
-            scores = rounded(scores + rows.mask.to(scores.dtype))
-        row_max = scores.amax(-1, keepdim=True)
-        probs = (scores - torch.where(row_max == -math.inf, 0.0, row_max)).exp_()
-        total = probs.sum(-1, keepdim=True)
-        return rounded(rounded(probs.div_(_or_one(total))) @ rows.v)
-
-    # In chunks, to keep the scores small.
-    lead = math.prod(call.q.shape[:-2]) * call.k.shape[-2]
-    return _by_rows(call, max(1, 4 * _CHUNK // max(1, lead)), attend)
 
 
 def _or_one(total: torch.Tensor) -> torch.Tensor:
@@ -73,7 +41,8 @@ def tiled_attention(call: Call, preset: Preset, steps: Steps, block_c: int) -> t
 
     # As many rows at a time as the caches hold.
     lead = math.prod(call.q.shape[:-2]) * max(block_c, call.q.shape[-1])
-    return rounded["out"](_by_rows(call, max(64, _CHUNK // lead), attend))
+    parts = [attend(rows) for rows in call.by_rows(max(64, _CHUNK // lead))]
+    return rounded["out"](torch.cat(parts, -2))
 
 
 _State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l and O of each row
@@ -171,13 +140,3 @@ def _scores(call: Call, rounded: _Rounded, keys: slice, scaled: bool = True) -> 
         return scores
     part = call.mask if call.mask.shape[-1] == 1 else call.mask[..., keys]
     return rounded["scores"](scores + part.to(scores.dtype) / (1.0 if scaled else call.factor))
-
-
-def _by_rows(call: Call, size: int, attend: Callable[[Call], torch.Tensor]) -> torch.Tensor:
-    """Runs so many rows at a time."""
-    parts = []
-    for start in range(0, call.q.shape[-2], size):
-        rows, mask = slice(start, start + size), call.mask
-        part = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
-        parts.append(attend(replace(call, q=call.q[..., rows, :], mask=part)))
-    return torch.cat(parts, -2)

@@ -10,8 +10,9 @@ import torch
 
 from ..attentions.masks import Call
 from ..attentions.registry import gradients_of
+from ..emulate.explicit import explicit_attention, golden_attention
 from ..emulate.gradients import DELTAS
-from ..emulate.simulate import baseline_attention, golden_attention, tiled_attention
+from ..emulate.simulate import tiled_attention
 from ..emulate.steps import Steps, find_preset
 from ..numbers.formats import NumberFormat, parse_format
 from ..numbers.metrics import Metrics, deviation
@@ -87,7 +88,7 @@ def _prepared(cell: Cell) -> list[tuple[Call, torch.Tensor, torch.Tensor]]:
     prepared = []
     for drawn in _calls(cell):
         call = _rounded(cell, drawn)
-        baseline = baseline_attention(call, parse_format(cell.format))
+        baseline = explicit_attention(call, parse_format(cell.format))
         prepared.append((call, golden_attention(call), baseline))
     return prepared
 

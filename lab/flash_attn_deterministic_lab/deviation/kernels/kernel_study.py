@@ -16,7 +16,7 @@ from ...cli import check_device
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..attentions.registry import Attention, gradients_of, usable
-from ..emulate.simulate import golden_attention
+from ..emulate.explicit import golden_attention
 from ..forward.inputs import DISTRIBUTIONS, draw
 from ..numbers.formats import DTYPES, parse_format
 from ..numbers.metrics import deviation
