@@ -37,7 +37,7 @@ class Skipped(Exception):
 class Session:
     """Stands in for nox's: notes commands, and ends where nox would."""
 
-    python, virtualenv, log = "3.10", SimpleNamespace(location=Path("/environment")), print
+    python, virtualenv = "3.10", SimpleNamespace(location=Path("/environment"))
 
     def __init__(self, *posargs: str, said: str = "/packages/nvcc") -> None:
         self.posargs, self.said = list(posargs), said  # by what is run
@@ -164,37 +164,6 @@ def test_torch_is_the_one_for_cpus_where_there_is_one(
         sessions.install_torch(Session(said="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"))
 
 
-def test_newest_takes_what_pyproject_allows_instead_of_the_locks(
-    sessions: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "NEWEST", True)
-    session = Session()
-    sessions.install(session, "torch", "nox")
-    sessions.install_wheel(session, Path("a.whl"))
-    expected = [("--no-deps", "torch"), sessions.groups("nox"), ("a.whl",)]
-    assert session.commands == [("install", *words) for words in expected]
-    assert "==" not in sessions.groups("nox")[0]
-
-
-@pytest.mark.parametrize("missing", ["", "cp311-manylinux_aarch64"])
-def test_a_release_is_a_wheel_of_each_cuda_for_each_machine(
-    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """Without a container engine the plan is all that is checked."""
-    monkeypatch.setattr(noxfile, "_runs", lambda engine: False)
-    session = Session()
-
-    def plan(*words: str, **_: Any) -> str:
-        arch = words[words.index("--archs") + 1]
-        found = [f"{python}-manylinux_{arch}" for python in ("cp312", "cp311")]
-        return "\n".join(each for each in found if each != missing)
-
-    session.run = plan  # type: ignore[method-assign]
-    expected = r"expected one wheel of each CUDA for aarch64" if missing else r"is not built: no"
-    with pytest.raises(Stopped if missing else Skipped, match=expected):
-        noxfile.release_wheels(session)
-
-
 def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
     sessions: ModuleType, tmp_path: Path
 ) -> None:
@@ -212,20 +181,6 @@ def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
         assert (len(session.commands) == 1) == (expected == "skip")
         if expected == "skip":  # another wheel is another cell
             (tmp_path / "dist" / "cuda12" / "a.whl").write_text("other")
-
-
-def test_a_new_system_runs_what_the_readme_says(
-    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: f"/cuda/bin/{name}")
-    session = Session()
-    noxfile.fresh(session, suite="sid", nvcc="machine")
-    run = (".ci/fresh", "sid", ".ci/nox", "-s")
-    assert session.commands == [(*run, "build"), (*run, "test")]
-    assert session.options["env"] == {"NVCC": "/cuda/bin/nvcc"}
-    session = Session("true")
-    noxfile.fresh(session, suite="trixie", nvcc="packages")
-    assert (session.commands, session.options["env"]) == ([(".ci/fresh", "trixie", "true")], {})
 
 
 def test_publish_uploads_what_the_gate_wrote_and_nothing_else(

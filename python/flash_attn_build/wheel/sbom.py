@@ -7,6 +7,7 @@ wheel's files. Viewers draw the graph from the wheel down.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -26,43 +27,14 @@ from .archive import Date
 
 NAME = "flash-attn-deterministic"
 FILE_NAME = f"{NAME}.cdx.json"
-LIBRARY = "flash_attn_deterministic/_C.so"
+# What it says of everything but versions, hashes and package URLs' last part.
+TEMPLATE = json.loads(Path(__file__).with_name("sbom.json").read_text(encoding="utf-8"))
+# Code of others that the linker and compiler of a machine put into the library.
+LINKED = tuple(row["name"] for row in TEMPLATE["components"][2:])
 # The source distribution holds a copy of CUTLASS, and says its version in a header only
 # (csrc/cutlass/include/cutlass/version.h).
 CUTLASS_IN = {"2.8.3.post2": "4.0.0"}
 _GLIBC = "2.28"  # what cmake/Link.cmake asks zig for
-_EULA = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
-# What pyproject.toml states as the wheel's License-Expression, one by one.
-LICENCES = ("BSD-3-Clause", "MIT", "LGPL-2.1-or-later", _EULA)
-# Code of others that is in the library: licence, what of it, package URL up to the version.
-_LINKED = {
-    "CUDA Runtime (static)": (
-        _EULA, "libcudart_static.a, whose sha256 this is, linked into the library.", ""
-    ),
-    "Zig runtime libraries": (
-        "MIT", "compiler_rt and ubsan_rt, from which the linker takes what it lacks. The hash is "
-        "over their sources in the package ziglang.", "pkg:pypi/ziglang@",
-    ),
-    "glibc (libc_nonshared.a)": (
-        "LGPL-2.1-or-later", "The few functions that glibc's licence lets programs link "
-        "statically; the rest is the system's. The hash is over their sources in the package "
-        "ziglang.", "",
-    ),
-    "torch headers of the stable ABI": (
-        "BSD-3-Clause", "Inline functions. The hash is over torch/csrc/stable and "
-        "torch/headeronly. The libraries of torch are not in the wheel.", "",
-    ),
-}  # fmt: skip
-_OF_UPSTREAM = {
-    "flash-attn": (
-        "BSD-3-Clause", "Device code of its source distribution, whose sha256 this is, with our "
-        "patches.", "pkg:pypi/flash-attn@",
-    ),
-    "CUTLASS": (
-        "BSD-3-Clause", "Header templates from the source distribution of flash-attn, whose sha256 "
-        "this is.", "pkg:github/nvidia/cutlass@v",
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +52,7 @@ class Component:
         return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-") + "-LICENSE.txt"
 
 
-LICENCE_TEXTS = frozenset(Component(name, "", "").text_name for name in _LINKED)
+LICENCE_TEXTS = frozenset(Component(name, "", "").text_name for name in LINKED)
 
 
 def find_components(cuda: Toolchain) -> tuple[Component, ...]:
@@ -99,7 +71,7 @@ def find_components(cuda: Toolchain) -> tuple[Component, ...]:
              _tree(headers / "include/torch", "csrc/stable", "headeronly"),
              _package_licence("torch")),
         )  # fmt: skip
-        return tuple(Component(name, *each) for name, each in zip(_LINKED, found, strict=True))
+        return tuple(Component(name, *each) for name, each in zip(LINKED, found, strict=True))
     except (OSError, importlib.metadata.PackageNotFoundError) as error:
         raise BuildError(
             f"the wheel's bill of materials: {error}. Install the build's packages again: "
@@ -118,7 +90,7 @@ def describe(
 
     `info` is the build information in the wheel, `library` its `_C.so`, `date` that of its files.
     """
-    ours, upstream = f"pkg:pypi/{NAME}@{version}", info["upstream"]
+    bill, upstream = copy.deepcopy(TEMPLATE), info["upstream"]
     release, sha256 = upstream["version"], upstream["sha256"]
     if release not in CUTLASS_IN:
         raise BuildError(
@@ -127,65 +99,49 @@ def describe(
             "flash_attn_build/wheel/sbom.py."
         )
     # The build itself puts the licences of these two into the package.
-    versions = zip(_OF_UPSTREAM, (release, CUTLASS_IN[release]), strict=True)
-    rows = [_row(Component(*each, sha256)) for each in versions] + [_row(c) for c in components]
+    held = [Component("flash-attn", release, sha256)]
+    held += [Component("CUTLASS", CUTLASS_IN[release], sha256), *components]
+    rows = bill["components"]
+    for row, component in zip(rows, held, strict=True):
+        row["version"], row["hashes"] = component.version, _hashes(component.sha256)
+        if "purl" in row:
+            row["purl"] += component.version
+        row["bom-ref"] = row.get("purl", row["name"])
     rows[0]["properties"] = [
         {"name": f"{NAME}:patch:{patch['name']}", "value": patch["sha256"]}
         for patch in upstream["patches"]
     ]
-    digest = hashlib.sha256(library).hexdigest()
-    root = {
-        "bom-ref": ours, "type": "library", "name": NAME, "version": version, "purl": ours,
-        "licenses": [{"expression": " AND ".join(LICENCES)}],
-        "components": [
-            {"bom-ref": LIBRARY, "type": "file", "name": LIBRARY, "hashes": _hashes(digest)}
-        ],
-    }  # fmt: skip
-    content = {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {"timestamp": f"{datetime(*date).isoformat()}+00:00", "component": root},
-        "components": rows,
-        "dependencies": [
-            {"ref": ours, "dependsOn": [row["bom-ref"] for row in rows]},
-            {"ref": rows[0]["bom-ref"], "dependsOn": [rows[1]["bom-ref"]]},  # CUTLASS
-        ],
-    }
-    content["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(content))}"
-    return (json.dumps(content, indent=2) + "\n").encode()
+    ours = bill["metadata"]["component"]
+    ours["version"], ours["purl"] = version, ours["purl"] + version
+    ours["bom-ref"] = ours["purl"]
+    ours["components"][0]["hashes"] = _hashes(hashlib.sha256(library).hexdigest())
+    bill["metadata"]["timestamp"] = f"{datetime(*date).isoformat()}+00:00"
+    bill["dependencies"] = [
+        {"ref": ours["purl"], "dependsOn": [row["bom-ref"] for row in rows]},
+        {"ref": rows[0]["bom-ref"], "dependsOn": [rows[1]["bom-ref"]]},  # CUTLASS
+    ]
+    bill["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(bill))}"
+    return (json.dumps(bill, indent=2) + "\n").encode()
 
 
 def problems(
     data: bytes, version: str, info: Mapping[str, Any], library: bytes, date: Date
 ) -> Iterator[str]:
     """Compares a wheel's bill of materials (`data`) with the one that its own rows give."""
+    wrong = f"{FILE_NAME}: is not the one of this library, upstream, patches, version and date"
     try:
         components = tuple(
             Component(row["name"], row["version"], row["hashes"][0]["content"])
             for row in json.loads(data)["components"][2:]
         )
-        expected = describe(version, info, library, components, date)
+        if data != describe(version, info, library, components, date):
+            yield wrong
     except (ValueError, LookupError, TypeError, AttributeError, BuildError) as error:
-        yield f"{FILE_NAME}: not the bill of materials of this build ({error!r})"
+        yield f"{wrong} ({error!r})"
         return
-    if data != expected or [each.name for each in components] != [*_LINKED]:
-        yield f"{FILE_NAME}: is not the one of this library, upstream, patches, version and date"
     for each in components:
         if not re.fullmatch(r"[0-9a-f]{64}", str(each.sha256)) or not each.version:
             yield f"{FILE_NAME}: {each.name} has no version or no hash"
-
-
-def _row(component: Component) -> dict[str, Any]:
-    licence, description, purl = {**_LINKED, **_OF_UPSTREAM}[component.name]
-    purl += component.version if purl else ""
-    row = {
-        "bom-ref": purl or component.name, "type": "library", "name": component.name,
-        "version": component.version, "description": description, "scope": "required",
-        "hashes": _hashes(component.sha256), "licenses": [{"expression": licence}],
-    }  # fmt: skip
-    return {**row, "purl": purl} if purl else row
 
 
 def _hashes(sha256: str) -> list[dict[str, str]]:
@@ -198,15 +154,12 @@ def _tree(root: Path, *starts: str) -> str:
 
 def _package_licence(name: str) -> bytes:
     """The licence file in a package's .dist-info."""
-    found = [
-        path
-        for path in importlib.metadata.files(name) or ()
-        if ".dist-info" in path.parts[0] and path.name.upper() in ("LICENSE", "LICENSE.TXT")
-    ]
+    own = (f for f in importlib.metadata.files(name) or () if ".dist-info" in f.parts[0])
+    found = [path for path in own if path.name.upper() in ("LICENSE", "LICENSE.TXT")]
     if not found:
         raise FileNotFoundError(2, "no licence file in the package", name)
     nearest = min(found, key=lambda path: len(path.parts))  # further down: parts of torch's
-    return Path(str(nearest.locate())).read_bytes()
+    return nearest.read_binary()
 
 
 def _cuda_licence(cuda: Toolchain) -> bytes:

@@ -249,11 +249,17 @@ PYTHON, HIDDEN = f"python/{PACKAGE}/__init__.py", f"python/{PACKAGE}/hidden.py"
 OTHER_TREE, CHANGED = "wheel: built from another tree: ", "tree: differs from its commit: "
 EDITED = ("README.md", "sm_80")
 SECOND, PTX_REPORT = "2/verification.json: ", "docs/results/verification-compute_80.json"
-# Words of the gate, and every attack that it has to answer with them.
-REFUSED: list[tuple[str, dict[str, Attack]]] = [
+
+
+def each(words: str, attacks: dict[str, Attack]) -> list[tuple[str, str, Attack]]:
+    return [(words, name, attack) for name, attack in attacks.items()]
+
+
+# Words of the gate, and every attack that it has to answer with them, by name.
+REFUSED: list[tuple[str, str, Attack]] = [
     # Wheels.
     *(
-        (f"contents: {name!r} does not belong into the wheel", {f"holds {name!r}": adding(name)})
+        (f"contents: {name!r} does not belong into the wheel", f"holds {name!r}", adding(name))
         for name in (
             f"{INFO}/x/../../evil.pth", f"{PACKAGE}/../evil.py", f"{PACKAGE}//evil.py",
             f"{PACKAGE}\\evil.py", f"{PACKAGE}/ev\nil.py", "evil.pth", "/etc/evil.pth",
@@ -262,46 +268,41 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
             f"{PACKAGE}/.mypy_cache/evil.py",  # in the tree .gitignore would hide it
         )
     ),
-    (f"{OTHER_TREE}{PACKAGE}/evil.py", {"a module more": adding(f"{PACKAGE}/evil.py")}),
-    (f"{OTHER_TREE}{PACKAGE}/__init__.pyi", {"a stub": adding(f"{PACKAGE}/__init__.pyi")}),
-    (f"{OTHER_TREE}{PACKAGE}/__init__.py", {
+    (f"{OTHER_TREE}{PACKAGE}/evil.py", "a module more", adding(f"{PACKAGE}/evil.py")),
+    (f"{OTHER_TREE}{PACKAGE}/__init__.pyi", "a stub", adding(f"{PACKAGE}/__init__.pyi")),
+    *each(f"{OTHER_TREE}{PACKAGE}/__init__.py", {
         "another __init__": adding(f"{PACKAGE}/__init__.py"),
         "other Python": tree(PYTHON, "a = 1\n", tag=True),
         "Python gone": tree(PYTHON, None, tag=True),
     }),
-    ("METADATA is not the one of this tree", {
+    *each("METADATA is not the one of this tree", {
         "a requirement": before(METADATA, "Requires-Dist: ", "Requires-Dist: evil\n"),
         "one of elsewhere": replacing(METADATA, "torch>=2.10", "torch @ https://evil.example/t"),
         "an extra": before(METADATA, "Provides-Extra: ", "Provides-Extra: evil\n"),
         "a home page": before(METADATA, "Keywords: ", "Project-URL: Home, https://evil.example\n"),
         "a description": replacing(METADATA, "\n\n", "\n\nRun evil.sh\n"),
     }),
-    ("entry_points.txt is not the one of this tree", {
+    *each("entry_points.txt is not the one of this tree", {
         "a command": replacing(COMMANDS, "scripts]", "scripts]\npip = evil:main"),
         "a plugin": before(COMMANDS, "[console_scripts]", "[pytest11]\ne = e\n"),
     }),
-    ("WHEEL is not the one of this tree", {"purelib": replacing(WHEEL, "false", "true")}),
-    ("licenses/LICENSE is not the one of this tree", {
-        "other licence": replacing(f"{INFO}/licenses/LICENSE", "BSD", "MIT"),
-    }),
-    ("is not the one of this library", {
+    ("WHEEL is not the one of this tree", "purelib", replacing(WHEEL, "false", "true")),
+    ("licenses/LICENSE is not the one of this tree", "other licence",
+     replacing(f"{INFO}/licenses/LICENSE", "BSD", "MIT")),
+    *each("is not the one of this library", {
         "another bill": replacing(BILL, "CUTLASS", "NOTHING"),
         "a bill that says another licence": replacing(BILL, '"MIT"', '"WTFPL"'),
         "a bill of another number": replacing(BILL, "urn:uuid:", "urn:uuid:0"),
         "a bill that lacks a component": bill(lambda b: b["components"].pop()),
         "a bill of another upstream": bill(put("components.0.hashes.0.content", "0" * 64)),
         "a bill without its graph": bill(lambda b: b.pop("dependencies")),
+        "a bill of one more": bill(lambda b: b["components"].append(b["components"][2])),
+        "no bill": bill(lambda b: b.clear()),
     }),
-    ("'x'", {
-        "a bill of one more": bill(
-            lambda b: b["components"].append({**b["components"][2], "name": "x"})
-        ),
-    }),
-    ("has no version or no hash", {"no hash": bill(put("components.2.hashes.0.content", ""))}),
-    ("not the bill of materials of this build", {"no bill": bill(lambda b: b.clear())}),
-    (f"is not tagged v1.0: it has {TAG}", {"a foreign name": foreign}),
-    (f"name: expected {PACKAGE}-{VERSION}-py3", {"another spelling": another_version}),
-    ("archive: is not what the build makes", {
+    ("has no version or no hash", "no hash", bill(put("components.2.hashes.0.content", ""))),
+    (f"is not tagged v1.0: it has {TAG}", "a foreign name", foreign),
+    (f"name: expected {PACKAGE}-{VERSION}-py3", "another spelling", another_version),
+    *each("archive: is not what the build makes", {
         "a link": recorded(external_attr=(stat.S_IFLNK | 0o777) << 16),
         "set-user-ID": recorded(external_attr=(stat.S_IFREG | 0o4755) << 16),
         "a comment of a file": recorded(comment=b"x"),
@@ -309,9 +310,9 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         "a program before the archive": with_bytes(lambda d: b"#!/bin/sh\n" + d),
         "bytes behind it": with_bytes(lambda d: d[:-2] + b"\4\0evil"),
     }),
-    (f"holds twice: ['{PACKAGE}/py.typed']", {"a file that is there twice": with_bytes(twice)}),
-    ("manifest.json is of another", {"a byte more": with_bytes(lambda d: d + b"\0", whole=False)}),
-    ("archive: cannot be read", {
+    (f"holds twice: ['{PACKAGE}/py.typed']", "a file that is there twice", with_bytes(twice)),
+    ("manifest.json is of another", "a byte more", with_bytes(lambda d: d + b"\0", whole=False)),
+    *each("archive: cannot be read", {
         "a hidden file": with_bytes(
             lambda d: d.replace(b"PK\1\2", b"PK\3\4" + d[4:30] + b"x.pya" + b"PK\1\2", 1),
             whole=False,
@@ -320,21 +321,18 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         "nothing in it": with_bytes(lambda d: b"PK\5\6" + bytes(18), whole=False),
         "a local header": with_bytes(lambda d: d.replace(b"/py.typed", b"/evil.pth", 1)),
     }),
-    ("archive: ", {
-        "a local header of a compressed file": with_bytes(
-            lambda d: d.replace(b"PK\3\4\24\0\0\0\0", b"PK\3\4\24\0\0\0\10")
-        ),
-    }),
-    ("archive: holds compressed files; the build", {
-        "compressed": recorded(compress_type=zipfile.ZIP_DEFLATED),
-    }),
+    ("archive: ", "a local header of a compressed file", with_bytes(
+        lambda d: d.replace(b"PK\3\4\24\0\0\0\0", b"PK\3\4\24\0\0\0\10")
+    )),
+    ("archive: holds compressed files; the build", "compressed",
+     recorded(compress_type=zipfile.ZIP_DEFLATED)),
     # Trees. A file that was put back after the build, before the tag, is not in git.
     *(
-        (OTHER_TREE + name.partition("/")[0], {f"{name} edited": tree(name, f"{text} ")})
+        (OTHER_TREE + name.partition("/")[0], f"{name} edited", tree(name, f"{text} "))
         for name, text in NATIVE.items()
     ),
-    (f"{OTHER_TREE}{PACKAGE}/hidden.py", {"Python more": tree(HIDDEN, "", tag=True)}),
-    (f"{CHANGED}README.md", {
+    (f"{OTHER_TREE}{PACKAGE}/hidden.py", "Python more", tree(HIDDEN, "", tag=True)),
+    *each(f"{CHANGED}README.md", {
         "other ends of lines": all_of(
             tree(".gitattributes", "* text=auto eol=lf\n", tag=True),
             tree("README.md", (ROOT / "README.md").read_text().replace("\n", "\r\n")),
@@ -344,43 +342,34 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         "skip-worktree": tree(*EDITED, "update-index --skip-worktree README.md"),
         "fsmonitor": tree(*EDITED, "config core.fsmonitor true"),
     }),
-    (f"{CHANGED}new file", {"new": tree("new file", "")}),
-    (CHANGED + HIDDEN, {
+    (f"{CHANGED}new file", "new", tree("new file", "")),
+    *each(CHANGED + HIDDEN, {
         "excluded": all_of(tree(".git/info/exclude", "hidden.py\n"), tree(HIDDEN, "")),
         "another folder named": tree(HIDDEN, "", "config core.worktree ../docs"),
     }),
-    (f"{CHANGED}python/{PACKAGE}/.gitignore", {
-        "own rules": tree(f"python/{PACKAGE}/.gitignore", "*\n"),
-    }),
-    (f"{CHANGED}CMakeLists.txt", {"a file that may be run suddenly": executable}),
-    (f"is not tagged {TAG}: it has v0.0.2", {
-        "another tag": all_of(git("tag", "v0.0.2"), git("tag", "--delete", TAG)),
-    }),
-    (f"is not tagged {TAG}: it has no tag", {
-        "a commit more": git("commit", "--quiet", "--allow-empty", "-m", "later"),
-    }),
-    ("tree: git does not know what is checked out", {
-        "no checkout": lambda p: shutil.rmtree(p.root / ".git"),
-    }),
-    ("tree: [Errno 2] No such file", {"no pin": removed("cpp/upstream/upstream.json")}),
-    ("wheel: cannot be compared with manifest and tree (FileNotFoundError", {
-        "cmake gone": removed("cmake"),
-    }),
-    ("sm_80: unverified, but README.md does not name it", {
-        "not in README": tree("README.md", "others"),
-    }),
-    ("made with CUDA 13.0.88, but the policy wants 12.4.131 for x86_64", {
-        "another CUDA": policy(wheels={"x86_64": "12.4.131"}),
-    }),
-    ("sm_80: unverified, and the release policy does not allow", {
-        "allowed by nobody": policy(unverified_architectures={}),
-    }),
-    ("sm_100: the wheel holds no machine code for it", {
-        "lacking": policy(required_architectures={"sm_100": "B200"}),
-    }),
+    (f"{CHANGED}python/{PACKAGE}/.gitignore", "own rules",
+     tree(f"python/{PACKAGE}/.gitignore", "*\n")),
+    (f"{CHANGED}CMakeLists.txt", "a file that may be run suddenly", executable),
+    (f"is not tagged {TAG}: it has v0.0.2", "another tag",
+     all_of(git("tag", "v0.0.2"), git("tag", "--delete", TAG))),
+    (f"is not tagged {TAG}: it has no tag", "a commit more",
+     git("commit", "--quiet", "--allow-empty", "-m", "later")),
+    ("tree: git does not know what is checked out", "no checkout",
+     lambda p: shutil.rmtree(p.root / ".git")),
+    ("tree: [Errno 2] No such file", "no pin", removed("cpp/upstream/upstream.json")),
+    ("wheel: cannot be compared with manifest and tree (FileNotFoundError", "cmake gone",
+     removed("cmake")),
+    ("sm_80: unverified, but README.md does not name it", "not in README",
+     tree("README.md", "others")),
+    ("made with CUDA 13.0.88, but the policy wants 12.4.131 for x86_64", "another CUDA",
+     policy(wheels={"x86_64": "12.4.131"})),
+    ("sm_80: unverified, and the release policy does not allow", "allowed by nobody",
+     policy(unverified_architectures={})),
+    ("sm_100: the wheel holds no machine code for it", "lacking",
+     policy(required_architectures={"sm_100": "B200"})),
     # Manifests.
     *(
-        (f"manifest: {path}: expected ", {f"manifest: {path} {value}": manifest(put(path, value))})
+        (f"manifest: {path}: expected ", f"manifest: {path} {value}", manifest(put(path, value)))
         for path, value in (
             ("upstream.version", "9"), ("build.compiled_in_this_run", 0),
             ("sources.cpp", "0" * 64), ("architectures", ["90-real"]), ("bits_version", 2),
@@ -388,7 +377,7 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
         )
     ),
     *(
-        (f"manifest: $.{path}: ", {f"manifest: {path} {value}": manifest(put(path, value))})
+        (f"manifest: $.{path}: ", f"manifest: {path} {value}", manifest(put(path, value)))
         for path, value in (
             ("build.preset", "dev"), ("build.defines", ["A=1"]), ("build.locked", False),
             ("build.environment", {"CXXFLAGS": "-ffast-math"}), ("deterministic", False),
@@ -396,204 +385,167 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
             ("sources", {"\n::set-output name=x::": "0" * 64}),
         )
     ),
-    ("manifest: $.build: 'environment' is a required", {
-        "no environment": manifest(lambda m: m["build"].pop("environment")),
-    }),
-    ("manifest.json is of another wheel", {
-        "a manifest of other bytes": manifest(put("wheel.sha256", "0" * 64)),
-    }),
-    ("it names ['clang++', 'g++'], not the host compiler alone", {
-        "a tool that no lock has": tool(**{"clang++": "9"}),
-    }),
-    ("manifest.json is missing; the build writes it", {
-        "no manifest": lambda p: p.manifest_path.unlink(),
-    }),
-    ("manifest.json is unreadable", {
+    ("manifest: $.build: 'environment' is a required", "no environment",
+     manifest(lambda m: m["build"].pop("environment"))),
+    ("manifest.json is of another wheel", "a manifest of other bytes",
+     manifest(put("wheel.sha256", "0" * 64))),
+    ("it names ['clang++', 'g++'], not the host compiler alone", "a tool that no lock has",
+     tool(**{"clang++": "9"})),
+    ("manifest.json is missing; the build writes it", "no manifest",
+     lambda p: p.manifest_path.unlink()),
+    *each("manifest.json is unreadable", {
         "cut off manifest": lambda p: p.manifest_path.write_text("{"),
         "a manifest that is a list": lambda p: p.manifest_path.write_text("[]"),
     }),
-    ("is not the locked one of nvcc 13.0.88", {
-        "other nvcc": manifest(put("build.toolkit_sha256", "0" * 64)),
-    }),
-    ("built with ziglang 0.13.0, but locks/ has ziglang", {"linker": tool(ziglang="0.13.0")}),
-    ("built with torch 2.12.0", {"headers": tool(torch="2.12.0")}),
-    ("built with nvidia-cuda-nvcc None, but locks/ has nvidia-cuda-nvcc==13.0.88", {
-        "no nvcc": manifest(lambda m: m["tools"].pop("nvidia-cuda-nvcc")),
-    }),
-    ("built with h11 2, but locks/ has", {"a package for an older Python": tool(h11="2")}),
-    ("built with h11 None", {"an older Python": tool(python="3.11.9")}),
-    ("1 CUDA translation units for 2 kernels", {
-        "fewer units": manifest(lambda m: m["translation_units"].pop()),
-    }),
-    ("source_date_epoch is not the date in", {
-        "another date": manifest(put("build.source_date_epoch", 10**9)),
-    }),
+    ("is not the locked one of nvcc 13.0.88", "other nvcc",
+     manifest(put("build.toolkit_sha256", "0" * 64))),
+    ("built with ziglang 0.13.0, but locks/ has ziglang", "linker", tool(ziglang="0.13.0")),
+    ("built with torch 2.12.0", "headers", tool(torch="2.12.0")),
+    ("built with nvidia-cuda-nvcc None, but locks/ has nvidia-cuda-nvcc==13.0.88", "no nvcc",
+     manifest(lambda m: m["tools"].pop("nvidia-cuda-nvcc"))),
+    ("built with h11 2, but locks/ has", "a package for an older Python", tool(h11="2")),
+    ("built with h11 None", "an older Python", tool(python="3.11.9")),
+    ("1 CUDA translation units for 2 kernels", "fewer units",
+     manifest(lambda m: m["translation_units"].pop())),
+    ("source_date_epoch is not the date in", "another date",
+     manifest(put("build.source_date_epoch", 10**9))),
     *(
-        (f"a cxx was compiled with '{flags[-1]}'", {
-            f"compiled with {flags}": manifest(put("flags", {"a cxx": flags}))
-        })
+        (f"a cxx was compiled with '{flags[-1]}'", f"compiled with {flags}",
+         manifest(put("flags", {"a cxx": flags})))
         for flags in (
             ["-ffast-math"], ["-DX"], ["-include", "/opt/evil.h"], ["-include", "./../evil.h"]
         )
     ),
     # Reports.
     *(
-        (f"{path}: expected ", {f"report: {path} {value}": report(put(path, value))})
+        (f"{path}: expected ", f"report: {path} {value}", report(put(path, value)))
         for path, value in (
             ("status", "incomplete"), ("wheel.sha256", "0" * 64), ("wheel.filename", "x.whl"),
             ("installed.matches_wheel", None), ("pins.upstream.version", "2.8.2"),
             ("pins.patches", []), ("build.cuda_toolkit", "12.4.131"), ("build.bits_version", 9),
         )
     ),
-    ("1/verification.json: $.schema_version: 2 was expected", {
-        "true": report(put("schema_version", True)),
-    }),
+    ("1/verification.json: $.schema_version: 2 was expected", "true",
+     report(put("schema_version", True))),
     *(
-        (f"'{field}' was unexpected", {f"{field} in '{path}'": report(put(f"{path}.{field}", ""))})
+        (f"'{field}' was unexpected", f"{field} in '{path}'", report(put(f"{path}.{field}", "")))
         for path, field in (
             ("environment", "evil"), ("provenance", "page"), ("provenance.hardware", "script"),
             ("sections.1", "html"), ("sections.1.data", "x"), ("sections.3.data", "y"),
         )
     ),
-    ("('script' was unexpected)", {"a script": report(put("script", "evil"))}),
-    ("section contract: failed", {"a section failed": report(rows(contract="failed"))}),
-    ("section decode: not-run", {"a section not run": report(rows(decode="not-run"))}),
-    ("$.sections: ", {
+    ("('script' was unexpected)", "a script", report(put("script", "evil"))),
+    ("section contract: failed", "a section failed", report(rows(contract="failed"))),
+    ("section decode: not-run", "a section not run", report(rows(decode="not-run"))),
+    *each("$.sections: ", {
         "a section left out": report(lambda r: r["sections"].pop()),
         "a section more": report(lambda r: r["sections"].append({"id": "x"})),
     }),
-    ("$.sections[0]", {
-        "a section twice": report(lambda r: r["sections"].insert(0, r["sections"][1])),
-    }),
-    ("contract, paged: failed", {"a row failed": report(rows(paged="failed"))}),
-    ("contract, heads: not-appl", {"a row not applied": report(rows(heads="not-applicable"))}),
-    ("contract, family: not-applicable", {"no Hopper": report(rows(family="not-applicable"))}),
+    ("$.sections[0]", "a section twice",
+     report(lambda r: r["sections"].insert(0, r["sections"][1]))),
+    ("contract, paged: failed", "a row failed", report(rows(paged="failed"))),
+    ("contract, heads: not-appl", "a row not applied", report(rows(heads="not-applicable"))),
+    ("contract, family: not-applicable", "no Hopper", report(rows(family="not-applicable"))),
     *(
-        (f"contract, dropout: {state}", {
-            f"a row that the policy does not name: {state}": all_of(
-                policy(required_checks=("paged",)), report(rows(dropout=state))
-            )
-        })
+        (f"contract, dropout: {state}", f"a row that the policy does not name: {state}",
+         all_of(policy(required_checks=("paged",)), report(rows(dropout=state))))
         for state in ("failed", "error")
     ),
-    ("contract, run-to-run: failed", {
-        "a row twice": report(
-            lambda r: (c := r["sections"][1]["data"]["checks"]).insert(
-                0, {**c[0], "status": "failed"}
-            )
-        ),
-    }),
-    ("contract, golden: missing", {
-        "a row left out": report(lambda r: r["sections"][1]["data"]["checks"].pop()),
-    }),
-    ("contract, run-to-run: error: passed without a case", {"a row without a case": row(cases=0)}),
-    ("contract, run-to-run: failed: 3 cases", {"a row with failed cases": row(failed=3)}),
-    ("'checks' is a required", {
-        "rows left out": report(lambda r: r["sections"][1].update(data={})),
-    }),
-    ("'status' is a required property", {"no status": report(lambda r: r.pop("status"))}),
-    ("sm_90: no complete, ", {"another GPU": report(put("architectures.ran", ["sm_80"]))}),
-    ("sm_90a: no complete, ", {"another family": report(put("architectures.ran", ["sm_90"]))}),
-    ("says that sm_90b ran, which the wheel does not hold", {
-        "an architecture that is not held": report(
-            put("architectures.ran", ["sm_90", "sm_90a", "sm_90b"])
-        ),
-    }),
-    ("sm_80: unverified, but 1/verification.json does not say so", {
-        "not named": report(put("architectures.unverified", [])),
-    }),
-    ("says that sm_90 ran on a GPU of compute capability 8.0", {
-        "an A100": report(put("environment.compute_capability", "8.0")),
-    }),
-    ("', which is none of those that the policy names", {
+    ("contract, run-to-run: failed", "a row twice", report(
+        lambda r: (c := r["sections"][1]["data"]["checks"]).insert(
+            0, {**c[0], "status": "failed"}
+        )
+    )),
+    ("contract, golden: missing", "a row left out",
+     report(lambda r: r["sections"][1]["data"]["checks"].pop())),
+    ("contract, run-to-run: error: passed without a case", "a row without a case", row(cases=0)),
+    ("contract, run-to-run: failed: 3 cases", "a row with failed cases", row(failed=3)),
+    ("'checks' is a required", "rows left out", report(lambda r: r["sections"][1].update(data={}))),
+    ("'status' is a required property", "no status", report(lambda r: r.pop("status"))),
+    ("sm_90: no complete, ", "another GPU", report(put("architectures.ran", ["sm_80"]))),
+    ("sm_90a: no complete, ", "another family", report(put("architectures.ran", ["sm_90"]))),
+    ("says that sm_90b ran, which the wheel does not hold",
+     "an architecture that is not held", report(
+        put("architectures.ran", ["sm_90", "sm_90a", "sm_90b"])
+    )),
+    ("sm_80: unverified, but 1/verification.json does not say so", "not named",
+     report(put("architectures.unverified", []))),
+    ("says that sm_90 ran on a GPU of compute capability 8.0", "an A100",
+     report(put("environment.compute_capability", "8.0"))),
+    *each("', which is none of those that the policy names", {
         "a GPU that the policy does not name": second_on("My Emulator"),
         "a GPU's name that is no text": second_on("A\ud800"),
     }),
-    ("a key is there twice", {
-        "a status that is there twice": second(
-            lambda t: t.replace('"status"', '"status": "failed", "status"', 1)
-        ),
-    }),
-    ("NaN is no number of JSON", {
-        "a time that is no number": second(
-            lambda t: t.replace('"seconds": ', '"seconds": NaN, "s": ', 1)
-        ),
-    }),
-    ("is unreadable ('utf-8' codec", {
-        "a report in another encoding": lambda p: p.add_report().write_bytes(
-            p.report_path.read_text().encode("utf-16")
-        ),
-    }),
-    ("ran sm_90 on 'NVIDIA A100', which is none of NVIDIA", {
-        "A100 as 9.0": report(put("environment.gpu", "NVIDIA A100")),
-    }),
-    ("<img src=x>|[x](https://evil)', which is none of NVIDIA", {
-        "a GPU's name that is HTML": report(
-            put("environment.gpu", "NVIDIA H200 <img src=x>|[x](https://evil)")
-        ),
-    }),
-    ("capability None", {"no capability": report(put("environment.compute_capability", None))}),
-    ("says that the wheel lacks kernels", {
-        "kernels that are missing": report(
-            put("build.missing_kernels", [{"direction": "bwd", "dtype": "bf16", "head_dim": 64}])
-        ),
-    }),
+    ("a key is there twice", "a status that is there twice", second(
+        lambda t: t.replace('"status"', '"status": "failed", "status"', 1)
+    )),
+    ("NaN is no number of JSON", "a time that is no number", second(
+        lambda t: t.replace('"seconds": ', '"seconds": NaN, "s": ', 1)
+    )),
+    ("is unreadable ('utf-8' codec",
+     "a report in another encoding", lambda p: p.add_report().write_bytes(
+        p.report_path.read_text().encode("utf-16")
+    )),
+    ("ran sm_90 on 'NVIDIA A100', which is none of NVIDIA", "A100 as 9.0",
+     report(put("environment.gpu", "NVIDIA A100"))),
+    ("<img src=x>|[x](https://evil)', which is none of NVIDIA", "a GPU's name that is HTML", report(
+        put("environment.gpu", "NVIDIA H200 <img src=x>|[x](https://evil)")
+    )),
+    ("capability None", "no capability", report(put("environment.compute_capability", None))),
+    ("says that the wheel lacks kernels", "kernels that are missing", report(
+        put("build.missing_kernels", [{"direction": "bwd", "dtype": "bf16", "head_dim": 64}])
+    )),
     # A second report.
-    (f"{SECOND}status: expected 'passed'", {"a run that failed": second(status="failed")}),
-    (r"\x1b[2J\n::set-output::#\x23[x/verification.json: status: expected", {
-        "a run whose name is a command": lambda p: p.add_report(
-            "\x1b[2J\n::set-output::##[x", status="failed"
-        ),
-    }),
+    (f"{SECOND}status: expected 'passed'", "a run that failed", second(status="failed")),
+    (r"\x1b[2J\n::set-output::#\x23[x/verification.json: status: expected",
+     "a run whose name is a command", lambda p: p.add_report(
+        "\x1b[2J\n::set-output::##[x", status="failed"
+    )),
     # Cut short: neither the report nor the section says that it failed.
-    (f"{SECOND}contract, chunk: failed", {
-        "a row that failed before the end": second(
-            complete=False, status="incomplete", sections=sections(chunk="failed")
-        ),
-    }),
-    (f"{SECOND}contract, chunk: error", {"row in error": second(sections=sections(chunk="error"))}),
-    (f"{SECOND}its status is 'failed'", {
+    (f"{SECOND}contract, chunk: failed", "a row that failed before the end", second(
+        complete=False, status="incomplete", sections=sections(chunk="failed")
+    )),
+    (f"{SECOND}contract, chunk: error", "row in error", second(sections=sections(chunk="error"))),
+    *each(f"{SECOND}its status is 'failed'", {
         "a run that failed, of a later schema": second(status="failed", later=1),
         "a link to a run that failed": a_link_to_a_run,
     }),
-    (f"{SECOND}was changed", {
+    *each(f"{SECOND}was changed", {
         "an edited report": second(lambda t: t.replace("true", "false", 1)),
         "a report that was made to name other bytes": second(
             lambda t: re.sub('"sha256": "[0-9a-f]{8}', f'"sha256": "{"0" * 8}', t, count=1)
         ),
     }),
-    (f"{SECOND}is unreadable", {
+    *each(f"{SECOND}is unreadable", {
         "a run that left no report": lambda p: (p.dist / "verification" / "2").mkdir(),
         "a truncated report": second(lambda t: t[: len(t) // 2]),
         "a nested report": second(lambda t: "[" * 99_999),
     }),
-    ("$: 'schema_version' is a required property", {"an emptied report": second(lambda t: "{}")}),
-    ("$: [] is not of type 'object'", {"a report that is a list": second(lambda t: "[]")}),
-    ("'other' was unexp", {"no digest": second(lambda t: t.replace('"digest"', '"other"'))}),
-    (f"{SECOND}gpu-tests.xml: is unreadable", {
+    ("$: 'schema_version' is a required property", "an emptied report", second(lambda t: "{}")),
+    ("$: [] is not of type 'object'", "a report that is a list", second(lambda t: "[]")),
+    ("'other' was unexp", "no digest", second(lambda t: t.replace('"digest"', '"other"'))),
+    *each(f"{SECOND}gpu-tests.xml: is unreadable", {
         "a second run without tests": second_tests(lambda t: None),
         "a second run whose tests were cut off": second_tests(lambda t: "<testsuites>"),
     }),
-    (f"{SECOND}gpu-tests.xml.name: expected", {
-        "a second run whose tests are of other bytes": second_tests(
-            lambda t: t.replace("sha256:", "sha256:0")
-        ),
-    }),
-    (f"{SECOND}gpu-tests.xml: no test of {MODULES[0]} passed", {
-        "a second run whose tests were all skipped": second_tests(
-            lambda t: t.replace("></testcase>", "><skipped/></testcase>")
-        ),
-    }),
+    (f"{SECOND}gpu-tests.xml.name: expected",
+     "a second run whose tests are of other bytes", second_tests(
+        lambda t: t.replace("sha256:", "sha256:0")
+    )),
+    (f"{SECOND}gpu-tests.xml: no test of {MODULES[0]} passed",
+     "a second run whose tests were all skipped", second_tests(
+        lambda t: t.replace("></testcase>", "><skipped/></testcase>")
+    )),
     # Tests on the GPU.
-    ("gpu-tests.xml: is unreadable", {
+    *each("gpu-tests.xml: is unreadable", {
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
         "GPU tests in another encoding": in_tests("", "", "utf-16-le"),
     }),
-    ("gpu-tests.xml: is not one suite of tests", {
+    *each("gpu-tests.xml: is not one suite of tests", {
         "two suites": in_tests("</testsuites>", "<testsuite name='x' /></testsuites>"),
         "no suites": in_tests("testsuites>", "suites>"),
     }),
-    ("gpu-tests.xml: failed: ", {
+    *each("gpu-tests.xml: failed: ", {
         f"a failure {name}": in_tests(old, old + new)
         for name, old, new in (
             ("of another namespace", ' name="test_a">', '<failure xmlns="x" />'),
@@ -602,26 +554,22 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
             ("of no test", "<testsuites>", "<failure />"),
         )
     }),
-    ("gpu-tests.xml: holds '{x}testcase' in 'testsuite'", {
-        "a test of another namespace": in_tests("</testcase>", '</testcase><testcase xmlns="x" />'),
-    }),
-    ("gpu-tests.xml.tests: expected '3', got '2'", {
-        "a test more than counted": in_tests("</testsuite>", "<testcase /></testsuite>"),
-    }),
-    ("gpu-tests.xml: failed: 'tests.gpu.de", {
+    ("gpu-tests.xml: holds '{x}testcase' in 'testsuite'", "a test of another namespace",
+     in_tests("</testcase>", '</testcase><testcase xmlns="x" />')),
+    ("gpu-tests.xml.tests: expected '3', got '2'", "a test more than counted",
+     in_tests("</testsuite>", "<testcase /></testsuite>")),
+    *each("gpu-tests.xml: failed: 'tests.gpu.de", {
         "GPU tests that failed": gpu_tests("failure"), "GPU tests that ended": gpu_tests("error"),
     }),
-    (f"gpu-tests.xml: no test of {MODULES[0]} passed", {"GPU tests skipped": gpu_tests("skipped")}),
-    ("gpu-tests.xml.name: expected", {"of another wheel": in_tests("sha256:", "sha256:0")}),
-    ("gpu-tests.xml.failures: expected '0', got '1'", {
-        "miscounted": in_tests('failures="0"', 'failures="1"'),
-    }),
-    ("declares entities", {
-        "entities": in_tests("<testsuites>", '<!DOCTYPE x [<!ENTITY a "b">]><testsuites>'),
-    }),
+    (f"gpu-tests.xml: no test of {MODULES[0]} passed", "GPU tests skipped", gpu_tests("skipped")),
+    ("gpu-tests.xml.name: expected", "of another wheel", in_tests("sha256:", "sha256:0")),
+    ("gpu-tests.xml.failures: expected '0', got '1'", "miscounted",
+     in_tests('failures="0"', 'failures="1"')),
+    ("declares entities", "entities",
+     in_tests("<testsuites>", '<!DOCTYPE x [<!ENTITY a "b">]><testsuites>')),
     # The report of PTX that stands in.
     *(
-        (f"sm_80: {PTX_REPORT}: {expected}", {f"PTX: {name}": ptx(change)})
+        (f"sm_80: {PTX_REPORT}: {expected}", f"PTX: {name}", ptx(change))
         for name, change, expected in (
             ("cut short", put("complete", False), "complete: expected True"),
             ("another", put("architectures.ran_as_ptx", []), "did not run compute_80 as PTX"),
@@ -636,18 +584,14 @@ REFUSED: list[tuple[str, dict[str, Attack]]] = [
              "build.architectures: expected"),
         )
     ),
-    (f"sm_80: {PTX_REPORT}: is unreadable", {"PTX: no report": removed("docs/results")}),
+    (f"sm_80: {PTX_REPORT}: is unreadable", "PTX: no report", removed("docs/results")),
 ]  # fmt: skip
-ATTACKS = [
-    pytest.param(attack, words, id=name)
-    for words, attacks in REFUSED
-    for name, attack in attacks.items()
-]
-assert len({each.id for each in ATTACKS}) == len(ATTACKS)
+NAMES = [name for _, name, _ in REFUSED]
+assert len({*NAMES}) == len(NAMES)
 
 
-@pytest.mark.parametrize(("attack", "words"), ATTACKS)
-def test_the_gate_refuses(project: Project, attack: Attack, words: str) -> None:
+@pytest.mark.parametrize(("words", "name", "attack"), REFUSED, ids=NAMES)
+def test_the_gate_refuses(project: Project, words: str, name: str, attack: Attack) -> None:
     attack(project)
     assert words in project.problems()
 

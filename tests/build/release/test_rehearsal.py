@@ -207,7 +207,7 @@ def test_from_the_tag_to_pip_install(
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), project.manifest_path)
     faked = FAKED.format(tag=TAG)
-    if manifest.read(project.manifest_path)["build"]["preset"] != "release":
+    if manifest.read(project.wheel)["build"]["preset"] != "release":
         faked += FAKED_OF_DEV
         edit(project.manifest_path, as_of_a_release)
         monkeypatch.setattr(candidate, "instance_problems", lambda info, root: ())

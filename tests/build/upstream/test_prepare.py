@@ -176,18 +176,14 @@ def test_full_disk_leaves_the_old_tree(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("/****", "// ***", "Copyright"),
-        ("BSD-3-Clause", "Other", "SPDX"),
-        ("Neither", "Any", "Neither the name"),
-    ],
+    ("old", "new"),
+    [("/****", "// ***"), ("BSD-3-Clause", "Other"), ("Neither", "Any")],
     ids=["no comment", "other licence", "two clauses"],
 )
-def test_the_licence_of_cutlass(old: str, new: str, words: str) -> None:
+def test_the_licence_of_cutlass(old: str, new: str) -> None:
     text = cutlass_licence(HEADER)
     assert text.startswith("Copyright (c) 2001 The Sample Authors. All rights reserved.\nSPDX")
     assert text.endswith("POSSIBILITY OF SUCH DAMAGE.\n")
     assert not {"*", "pragma"} & set(text.split())
-    with pytest.raises(RefusedError, match=f"it lacks .{words}"):
+    with pytest.raises(RefusedError, match="does not open with the BSD-3-Clause text"):
         cutlass_licence(HEADER.replace(old, new))
