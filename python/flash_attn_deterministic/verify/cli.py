@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
 from typing import Any
 
 _EPILOG = """\
@@ -111,9 +110,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     from ..build_info import build_info
-    from . import environment, installed, outcome, progress, tasks
+    from . import environment, installed, outcome, tasks
     from .run import Run
     from .shared.commands import sigterm_interrupts
+    from .shared.provenance import machine
     from .supervisor import Supervisor
 
     found = installed.inspect(wheel)
@@ -121,16 +121,15 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     environment.check_device(arguments.device)
     options = tasks.Options(arguments.device, arguments.quick)
     listed = tasks.list_tasks(options, tasks.holds(options.device))
-    run = Run(options, arguments.out, wheel, found, listed)
+    run = Run(options, arguments.out, wheel, found, machine(options.device), listed)
     needed = environment.needed_settings(build_info())
-    with sigterm_interrupts(), closing(progress.Progress(len(listed), sys.stderr)) as bar:
+    with sigterm_interrupts():
         try:
             with Supervisor(options, settings=needed) as supervisor:
-                run.execute(supervisor, bar)
+                run.execute(supervisor)
         except KeyboardInterrupt:
-            bar.close()
             run.write()
-            print("interrupted", file=sys.stderr)
+            print("\ninterrupted", file=sys.stderr)
     record = run.record()
     for section in record["sections"]:
         reason = f": {section['reason']}" if section["reason"] else ""

@@ -87,7 +87,7 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
     ]
 
 
-def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[str]:
+def problems(device: str, record: Mapping[str, Any], deterministic: bool) -> list[str]:
     """Returns why a report on this machine and wheel cannot mean what it should."""
     from ..build_info import build_info
     from ..info.collect import driver_floor

@@ -8,30 +8,30 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import build_info
-from . import environment, outcome, report, tasks
+from . import environment, outcome, report
 from .installed import Installed, Wheel
-from .progress import Progress
 from .shared.files import finite, write_files
 from .shared.provenance import provenance_of
 from .supervisor import Supervisor
+from .tasks import Options, Task
 
 
 @dataclass
 class Run:
     """What runs, what is installed, and results so far."""
 
-    options: tasks.Options
+    options: Options
     out: Path  # folder of the report
     wheel: Wheel | None  # the wheel named, or None
     installed: Installed  # what is known of the installed files
-    tasks: Sequence[tasks.Task]  # all tasks, in order
-    # by section and task id
-    results: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    machine: Mapping[str, Any]  # of `shared.provenance`
+    tasks: Sequence[Task]  # all tasks, in order
+    results: dict[Task, dict[str, Any]] = field(default_factory=dict)
     complete: bool = False  # whether all tasks have ended
     unrendered: str = ""  # why the last report could not be made readable; "": it could
     started: datetime.datetime = field(
@@ -39,23 +39,26 @@ class Run:
     )
     _begin: float = field(default_factory=time.monotonic)
 
-    def execute(self, supervisor: Supervisor, progress: Progress) -> None:
-        """Runs all tasks; writes the report after each.
+    def execute(self, supervisor: Supervisor) -> None:
+        """Runs all tasks, a line on stderr for each; writes the report after each.
 
         Raises:
             ReportError: the report cannot be written.
         """
+        terminal = sys.stderr.isatty()
+        begin_of_line = "\r\x1b[K" if terminal else ""
         self.write()
-        for task in self.tasks:
-            progress.show(task)
-            begin = time.monotonic()
+        for number, task in enumerate(self.tasks, 1):
+            words, begin = f"{number}/{len(self.tasks)}  {task.name}", time.monotonic()
 
-            def on_case(name: str, case: int, total: int, task: tasks.Task = task) -> None:
-                progress.show(task, f"{case + 1}/{total}")
+            def on_case(name: str, case: int, total: int, words: str = words) -> None:
+                if terminal:
+                    line = f"{begin_of_line}{words} {case + 1}/{total}"
+                    print(line, end="", file=sys.stderr, flush=True)
 
-            result = supervisor.run(task.section, task.id, on_case)
+            result = supervisor.run(task, on_case)
             self.results[task] = {**result, "seconds": round(time.monotonic() - begin, 3)}
-            progress.finish(task, result["status"])
+            print(f"{begin_of_line}{words}: {result['status']}", file=sys.stderr, flush=True)
             self.write()
         self.complete = True
         self.write()
@@ -76,10 +79,9 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Returns the report; docs/verification.schema.json describes it."""
         sections = self.sections()
-        info, installed, wheel = build_info.build_info(), self.installed, self.wheel
-        machine = self.results.get(("environment", "environment"), {}).get("data", {})
-        capability = machine.get("compute_capability")
-        named = None if wheel is None else wheel.record()
+        info, machine, wheel = build_info.build_info(), self.machine, self.wheel
+        capability, named = machine["compute_capability"], wheel.record() if wheel else None
+        installed = {**asdict(self.installed), "version": self.installed.version or None}
         status = outcome.combined(section["status"] for section in sections)
         if not self.complete:
             status = outcome.INCOMPLETE
@@ -89,18 +91,13 @@ class Run:
             "schema_version": report.SCHEMA_VERSION,
             "complete": self.complete,
             "quick": self.options.quick,
-            "source_tree": installed.source_tree,
+            "source_tree": installed.pop("source_tree"),
             "device": self.options.device,
             "status": status,
             "started": self.started.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "seconds": round(time.monotonic() - self._begin, 1),
             "wheel": {"filename": wheel and wheel.path.name, "sha256": wheel and wheel.sha256},
-            "installed": {
-                "version": installed.version or None,
-                "files": installed.files,
-                "matches_wheel": installed.matches_wheel,
-                "problems": list(installed.problems),
-            },
+            "installed": installed,
             "environment": machine,
             "provenance": provenance_of(sys.argv, machine, named),
             "pins": {
@@ -128,48 +125,43 @@ class Run:
         return record
 
     def _section(self, name: str) -> dict[str, Any]:
-        own = [task for task in self.tasks if task.section == name]
-        results = {task.id: self.results.get(task, _NOT_RUN) for task in own}
+        results = {t.id: self.results.get(t, _NOT_RUN) for t in self.tasks if t.section == name}
         # Reasons of checks that do not apply are in their rows of the contract alone.
         reasons = [
             result["reason"]
             for result in results.values()
             if result.get("reason") and result["status"] != outcome.NOT_APPLICABLE
         ]
-        section: dict[str, Any] = {
+        status = outcome.combined(result["status"] for result in results.values())
+        data: Mapping[str, Any] = {}
+        if name == "environment":
+            deterministic = build_info.build_info().deterministic
+            found = environment.problems(self.options.device, self.machine, deterministic)
+            reasons = [*self.installed.problems, *found]
+            status, data = outcome.FAILED if reasons else outcome.PASSED, {"problems": reasons}
+        elif name == "contract":
+            data = {"checks": _contract(results)}
+        elif name == "accuracy":
+            data = _accuracy(results)
+            if not results:
+                status, reasons = outcome.FAILED, ["the wheel holds none of the kernels"]
+        elif results:
+            data = results[name]["data"]
+        else:
+            reasons = [
+                "measured on a GPU only: the CPU runs the reference, which is exact and slow"
+            ]
+            status = outcome.NOT_APPLICABLE
+        if status == outcome.FAILED and not reasons:
+            reasons = [_why(name, data)]
+        return {
             "id": name,
             "title": outcome.SECTIONS[name][0],
-            "status": outcome.combined(result["status"] for result in results.values()),
+            "status": status,
             "reason": "; ".join(reasons) or None,
             "seconds": round(sum(result["seconds"] for result in results.values()), 1),
-            "data": {},
+            "data": data,
         }
-        if not results and name == "accuracy":
-            section |= {"status": outcome.FAILED, "reason": "the wheel holds none of the kernels"}
-        elif not results:
-            reason = "measured on a GPU only: the CPU runs the reference, which is exact and slow"
-            section |= {"status": outcome.NOT_APPLICABLE, "reason": reason}
-        elif name == "environment":
-            self._judge_environment(section, results[name]["data"])
-        elif name == "contract":
-            section["data"] = {"checks": _contract(results)}
-        elif name == "accuracy":
-            section["data"] = _accuracy(results)
-        else:
-            section["data"] = results[name]["data"]
-        if section["reason"] is None and section["status"] == outcome.FAILED:
-            section["reason"] = _why(name, section["data"])
-        return section
-
-    def _judge_environment(self, section: dict[str, Any], machine: dict[str, Any]) -> None:
-        problems = list(self.installed.problems)
-        if section["status"] == outcome.PASSED:
-            deterministic = build_info.build_info().deterministic
-            problems += environment.problems(self.options.device, machine, deterministic)
-        section["data"] = {"problems": problems}
-        if problems:
-            section["status"] = outcome.FAILED
-            section["reason"] = "; ".join(filter(None, [section["reason"], *problems]))
 
 
 _NOT_RUN: dict[str, Any] = {"status": outcome.NOT_RUN, "data": {}, "seconds": 0.0}
@@ -195,16 +187,16 @@ def _why(name: str, data: Mapping[str, Any]) -> str:
 
 def _contract(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each check; one that is not among the tasks is for other devices."""
+    from .contract.check import Outcome
     from .contract.checks import CHECKS
 
-    nothing = {"cases": 0, "failed": 0, "seconds": 0.0, "by_config": {}}
+    nothing = {**asdict(Outcome()), "stderr": None}
     rows = []
     for check in CHECKS:
-        elsewhere = {"status": outcome.NOT_APPLICABLE, "reason": check.elsewhere, "data": {}}
+        elsewhere = {**_NOT_RUN, "status": outcome.NOT_APPLICABLE, "reason": check.elsewhere}
         result = results.get(check.id, elsewhere)
-        of_check = {"id": check.id, "promise": check.promise, "status": result["status"]}
-        found = {**nothing, "counter_example": None, "stderr": None, **result["data"]}
-        rows.append({**of_check, "reason": result.get("reason"), **found})
+        said = {name: result.get(name) for name in ("status", "reason", "seconds")}
+        rows.append({"id": check.id, "promise": check.promise, **said, **nothing, **result["data"]})
     return rows
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from . import outcome, tasks
 from .environment import without_settings
-from .tasks import OnCase, Options
+from .tasks import OnCase, Options, Task
 
-Execute = Callable[[str, str, Options, OnCase], dict[str, Any]]
+Execute = Callable[[Task, Options, OnCase], dict[str, Any]]
 _TAIL = 1500  # characters of stderr that an error shows
 
 
@@ -28,6 +28,7 @@ class Supervisor:
         options: of the run.
         execute: what runs a task in the child: a function of a module.
         silence: seconds without an event after which a worker counts as hanging.
+        settings: variables of the worker's environment.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Supervisor:
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self._options, self._execute, self._silence = options, execute, silence
-        self._settings = settings  # variables of the worker's environment
+        self._settings = settings
         self._process: Any = None
         self._events: Any = None
         self._folder = tempfile.TemporaryDirectory()
@@ -51,7 +52,7 @@ class Supervisor:
         self.stop()
         self._folder.cleanup()
 
-    def run(self, section: str, task: str, on_case: OnCase) -> dict[str, Any]:
+    def run(self, task: Task, on_case: OnCase) -> dict[str, Any]:
         """Runs one task; `on_case` is told name, number and total before each case.
 
         Returns `status`, `data` and, unless it passed or failed by itself, `reason`. If the worker
@@ -61,15 +62,16 @@ class Supervisor:
         try:
             if self._process is None:
                 self._start()
-            self._events.send((section, task))
+            self._events.send(task)
             while self._events.poll(self._silence):
-                event = self._events.recv()
-                if isinstance(event, dict):
-                    if event.pop("broken"):
-                        self.stop()
-                    return event
-                at = f" at case {event[0]}"
-                on_case(*event)
+                case, found, usable = self._events.recv()
+                if found is None:
+                    at = f" at case {case[0]}"
+                    on_case(*case)
+                    continue
+                if not usable:
+                    self.stop()
+                return dict(found)
             reason = f"no sign of life for {self._silence:.0f} seconds"
         except (EOFError, ConnectionError):
             reason = self._ending()
@@ -109,8 +111,7 @@ class Supervisor:
 def _work(events: Connection, execute: Execute, options: Options, errors: str) -> None:
     """Runs tasks in the child until there are no more.
 
-    Gets a section and a task; sends name, number and total of each case, and then the result:
-    status, data, broken.
+    Sends name, number and total of each case; then the result, and whether the process can go on.
     """
     os.setsid()  # Ctrl-C is for the parent, which then writes its report
     descriptor = os.open(errors, os.O_WRONLY | os.O_APPEND)
@@ -118,23 +119,19 @@ def _work(events: Connection, execute: Execute, options: Options, errors: str) -
         os.dup2(descriptor, stream)
     import torch
 
+    from .contract import check
+
     torch.set_num_threads(1)  # the CPU's checks are many small steps
     while True:
         try:
-            section, task = events.recv()
+            task = events.recv()
         except EOFError:
             return
         try:
-            found = execute(section, task, options, lambda *case: events.send(case))
+            found = execute(task, options, lambda *case: events.send((case, None, True)))
         except Exception as error:
-            from .contract.check import usable
-
             traceback.print_exc()
-            found = {
-                "status": outcome.ERROR,
-                "data": {},
-                "reason": f"{type(error).__name__}: {error}"[:2000],
-                "broken": options.device == "cuda" and not usable(),
-            }
+            reason = f"{type(error).__name__}: {error}"[:2000]
+            found = {"status": outcome.ERROR, "data": {}, "reason": reason}
         sys.stderr.flush()
-        events.send(found)
+        events.send(((), found, check.usable(options.device)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from . import outcome
 from .contract.sizes import Config, size_of
 
-CUDA_ONLY = ("forward", "decode", "backward")
+TIMED = ("forward", "decode", "backward")  # sections that measure a GPU
 
 OnCase = Callable[[str, int, int], None]
 
@@ -38,18 +38,14 @@ def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
     """Lists the tasks of a run, in order, of configs that the wheel can run."""
     from .contract.checks import CHECKS
 
-    device = options.device
-    configs = size_of(device, options.quick, held).configs
+    configs = size_of(options.device, options.quick, held).configs
     ids = {
-        "contract": [check.id for check in CHECKS if device in check.devices],
+        "contract": [check.id for check in CHECKS if options.device in check.devices],
         "accuracy": [f"{head_dim} {dtype}" for head_dim, dtype in configs],
     }
-    return [
-        Task(section, task_id)
-        for section in outcome.SECTIONS
-        if device == "cuda" or section not in CUDA_ONLY
-        for task_id in ids.get(section, [section])
-    ]
+    if options.device == "cuda":
+        ids |= {section: [section] for section in TIMED}
+    return [Task(section, task_id) for section, own in ids.items() for task_id in own]
 
 
 def holds(device: str) -> Callable[[Config], bool]:
@@ -64,54 +60,41 @@ def holds(device: str) -> Callable[[Config], bool]:
     return held
 
 
-def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> dict[str, Any]:
-    """Runs one task of a section, in the worker; `on_case` is told each case.
+def execute(task: Task, options: Options, on_case: OnCase) -> dict[str, Any]:
+    """Runs one task, in the worker; `on_case` is told name, number and total before each case.
 
-    Returns `status`, `data`, and `broken`: whether the process can't go on.
+    Returns `status`, `data` and, of a check that cannot decide, `reason`.
     """
     from .contract.call import Attention
 
-    attention = Attention.installed()
-    device, quick = options.device, options.quick
-    if section == "environment":
-        from .shared.provenance import machine
-
-        return _result(True, machine(device))
-    if section == "contract":
-        return _contract(task_id, device, quick, attention, on_case)
-    if section == "accuracy":
+    attention, device = Attention.installed(), options.device
+    if task.section == "contract":
+        return _contract(task.id, options, attention, on_case)
+    if task.section == "accuracy":
         from . import accuracy
 
-        head_dim, dtype = task_id.split()
+        head_dim, dtype = task.id.split()
         data = accuracy.measure((int(head_dim), dtype), device, attention)
         return _result(all(row["passed"] for row in data["rows"]), data)
 
     from .speed import measure
 
-    data = measure(section, attention, quick)
+    data = measure(task.section, attention, options.quick)
     return _result(bool(data["passed"]), data)
 
 
-def _contract(
-    check_id: str, device: str, quick: bool, attention: Any, on_case: OnCase
-) -> dict[str, Any]:
-    import dataclasses
-
+def _contract(check_id: str, options: Options, attention: Any, on_case: OnCase) -> dict[str, Any]:
     from .contract import CHECKS, run_check
 
     (check,) = (one for one in CHECKS if one.id == check_id)
-    size = size_of(device, quick, holds(device))
-    reason = check.unavailable(size)
-    if reason:
-        return {**_result(True, {}), "status": outcome.NOT_APPLICABLE, "reason": reason}
+    size = size_of(options.device, options.quick, holds(options.device))
+    if reason := check.unavailable(size):
+        return {"status": outcome.NOT_APPLICABLE, "data": {}, "reason": reason}
     found = run_check(
         check, size, attention, lambda case, number, total: on_case(case.name, number, total)
     )
-    data = dataclasses.asdict(found)
-    broken = bool(data.pop("broken"))
-    return {**_result(found.failed == 0 and found.cases > 0, data), "broken": broken}
+    return _result(found.failed == 0 and found.cases > 0, asdict(found))
 
 
 def _result(passed: bool, data: dict[str, Any]) -> dict[str, Any]:
-    status = outcome.PASSED if passed else outcome.FAILED
-    return {"status": status, "data": data, "broken": False}
+    return {"status": outcome.PASSED if passed else outcome.FAILED, "data": data}

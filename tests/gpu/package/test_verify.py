@@ -111,14 +111,14 @@ def test_memory_is_measured_above_the_inputs() -> None:
 CRASHING = """
 import torch
 
-def execute(section, task, options, on_case):
+def execute(task, options, on_case):
     on_case("illegal", 0, 1)
-    if task == "illegal":
+    if task.id == "illegal":
         x = torch.zeros(8, device="cuda")
         x[torch.tensor([100], device="cuda")]  # an assertion on the device: the context is lost
         torch.cuda.synchronize()
     found = float(torch.ones(4, device="cuda").sum())
-    return {"status": "passed", "data": {"sum": found}, "broken": False}
+    return {"status": "passed", "data": {"sum": found}}
 """
 
 
@@ -129,10 +129,10 @@ def test_a_crash_on_the_device_fails_its_check_and_the_rest_goes_on(
     monkeypatch.syspath_prepend(tmp_path)
     execute = importlib.import_module("crashing_tasks").execute
     with Supervisor(tasks.Options("cuda", True), execute, silence=120) as supervisor:
-        found = supervisor.run("contract", "illegal", lambda *case: None)
+        found = supervisor.run(tasks.Task("contract", "illegal"), lambda *case: None)
         assert found["status"] == "error"
         assert found["reason"]
-        after = supervisor.run("contract", "good", lambda *case: None)
+        after = supervisor.run(tasks.Task("contract", "good"), lambda *case: None)
     assert after == {"status": "passed", "data": {"sum": 4.0}}
 
 

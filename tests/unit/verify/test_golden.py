@@ -211,7 +211,9 @@ def test_without_hashes_the_row_says_so_and_decides_nothing(
         expected = f"bits_version {VERSION + 1} on compute capability cpu"
     reason = CHECK.unavailable(small)
     assert reason == f"no golden hashes are known for {expected}"
-    answer = tasks.execute("contract", "golden", tasks.Options("cpu", True), lambda *_: None)
+    answer = tasks.execute(
+        tasks.Task("contract", "golden"), tasks.Options("cpu", True), lambda *_: None
+    )
     assert answer["status"] == outcome.NOT_APPLICABLE
     assert answer["reason"] == reason
     assert outcome.combined([outcome.PASSED, answer["status"]]) == outcome.PASSED

@@ -81,7 +81,7 @@ def test_a_failed_row_is_shown_in_full(tmp_path: Path, validator: Draft202012Val
 
 def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
     run = cuda_run(tmp_path)
-    run.results["contract", "schedule"] = {
+    run.results[tasks.Task("contract", "schedule")] = {
         "status": outcome.ERROR,
         "data": {"stderr": "an illegal memory access <was> encountered"},
         "reason": "the process was killed by SIGABRT",
@@ -98,7 +98,7 @@ def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> No
 def test_every_failed_section_says_why(tmp_path: Path) -> None:
     run = cuda_run(tmp_path, ratio=2.5)
     for key in run.results:
-        if key[0] not in ("environment", "contract", "accuracy"):
+        if key.section in tasks.TIMED:
             run.results[key]["status"] = outcome.FAILED
     sections = {s["id"]: s["reason"] for s in run.sections() if s["status"] == "failed"}
     assert sections["accuracy"] == "24 of 24 errors are above the limit"
@@ -123,7 +123,7 @@ def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012V
 
 def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validator) -> None:
     run = cuda_run(tmp_path)
-    result = run.results["accuracy", "64 bf16"]
+    result = run.results[tasks.Task("accuracy", "64 bf16")]
     result["status"] = outcome.FAILED
     row = {"ratio": float("inf"), "passed": False, "ours": {"largest": float("inf"), "rmse": 0.0}}
     result["data"]["rows"][0] |= row
@@ -138,7 +138,7 @@ def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validat
 
 def test_a_report_keeps_the_worst_errors_and_those_that_failed(tmp_path: Path) -> None:
     run = cuda_run(tmp_path)
-    rows = run.results["accuracy", "64 bf16"]["data"]["rows"]
+    rows = run.results[tasks.Task("accuracy", "64 bf16")]["data"]["rows"]
     softcap = {**rows[0], "feature": "softcap", "name": "forward out softcap"}
     rows += [{**softcap, "ratio": 0.4}, {**softcap, "ratio": 1.2, "passed": False}]
     rows += [{**softcap, "ratio": 1.1, "passed": False}]
@@ -151,7 +151,7 @@ def test_a_report_keeps_the_worst_errors_and_those_that_failed(tmp_path: Path) -
 def test_the_worst_error_is_the_one_that_is_no_number(tmp_path: Path) -> None:
     """Whatever place it has among the others."""
     run = cuda_run(tmp_path)
-    run.results["accuracy", "128 bf16"]["data"]["rows"][0]["ratio"] = float("nan")
+    run.results[tasks.Task("accuracy", "128 bf16")]["data"]["rows"][0]["ratio"] = float("nan")
     (found,) = (s for s in run.sections() if s["id"] == "accuracy")
     assert found["data"]["worst"]["forward"]["head_dim"] == 128
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -92,8 +91,6 @@ class Outcome:
     counter_example: dict[str, Any] | None = None  # the first that failed
     # the same counts by head dim and dtype, such as "64 bf16"
     by_config: dict[str, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0  # how long it took
-    broken: bool = False  # the GPU is unusable for this process since one of the cases
 
 
 def expect_same(call: Call, what: str, left: Tensors, right: Tensors) -> None:
@@ -164,7 +161,6 @@ def run_check(
     count.
     """
     outcome = Outcome()
-    begin = time.monotonic()
     cases = list(check.cases(size))
     for number, case in enumerate(cases):
         on_case(case, number, len(cases))
@@ -178,24 +174,24 @@ def run_check(
             check.run(case, attention, size)
         except Exception as caught:
             error = caught
-        outcome.broken = size.device == "cuda" and not usable()
-        if error is None and outcome.broken:
+        working = usable(size.device)
+        if error is None and not working:
             error = RuntimeError("the GPU reported an error after this case")
         if error is not None:
             outcome.failed += 1
             counts["failed"] += 1
             if outcome.counter_example is None:
                 outcome.counter_example = _counter_example(check, case, size, error)
-        if outcome.broken or isinstance(error, UnsupportedError):
+        if not working or isinstance(error, UnsupportedError):
             break  # nothing else can come of the rest
-    outcome.seconds = round(time.monotonic() - begin, 3)
     return outcome
 
 
-def usable() -> bool:
-    """Returns whether the GPU still works for this process."""
+def usable(device: str) -> bool:
+    """Returns whether a GPU still works for this process; the CPU does."""
     try:
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
     except Exception:  # a broken context raises errors of several types
         return False
     return True
