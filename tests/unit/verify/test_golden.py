@@ -150,7 +150,7 @@ def test_the_same_results_pass(small: Size, known: Golden) -> None:
     assert (found.cases, found.failed) == (4, 0)
 
 
-def test_a_changed_hash_fails_and_names_the_tensor(small: Size, known: Golden) -> None:
+def test_another_file_fails(small: Size, known: Golden) -> None:
     hashes = dict(known.entries["cpu"].hashes)
     name = "d32-bf16-backward-causal-mha"
     dq, dk, dv = hashes[name].split()
@@ -159,6 +159,17 @@ def test_a_changed_hash_fails_and_names_the_tensor(small: Size, known: Golden) -
     found = run(small)
     assert found.failed == 1
     assert what(found) == f"dk: the hash of its bits is {dk}, expected {changed}"
+
+    del hashes["d32-bf16-append"]
+    rewritten(known, hashes=hashes)
+    found = run(small)
+    assert found.failed == 1
+    assert what(found) == "d32-bf16-append: there is no golden hash of this case"
+
+    rewritten(known, evidence={})
+    found = run(small)
+    assert found.failed == found.cases
+    assert "not accepted: there is no evidence" in what(found)
 
 
 def test_one_changed_bit_fails(small: Size, known: Golden) -> None:
@@ -182,33 +193,18 @@ def test_other_inputs_fail_as_such(
     assert "inputs are not those that were hashed" in what(found)
 
 
-def test_a_case_without_a_hash_fails(small: Size, known: Golden) -> None:
-    hashes = dict(known.entries["cpu"].hashes)
-    del hashes["d32-bf16-append"]
-    rewritten(known, hashes=hashes)
-    found = run(small)
-    assert found.failed == 1
-    assert what(found) == "d32-bf16-append: there is no golden hash of this case"
-
-
-def test_the_row_refuses_hashes_without_evidence(small: Size, known: Golden) -> None:
-    rewritten(known, evidence={})
-    found = run(small)
-    assert found.failed == found.cases
-    assert "not accepted: there is no evidence" in what(found)
-
-
-@pytest.mark.parametrize("missing", ["capability", "bits_version"])
+@pytest.mark.parametrize(
+    ("capability", "version"), [("7.5", VERSION), ("9.0", VERSION + 1)], ids=["gpu", "bits"]
+)
 def test_without_hashes_the_row_says_so_and_decides_nothing(
-    missing: str, small: Size, known: Golden, monkeypatch: pytest.MonkeyPatch
+    capability: str, version: int, small: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if missing == "capability":
-        monkeypatch.setattr(row, "compute_capability", lambda device: "7.5")
-        expected = f"bits_version {VERSION} on compute capability 7.5"
-    else:
-        other = dataclasses.replace(build_info(), bits_version=VERSION + 1)
-        monkeypatch.setattr(row, "build_info", lambda: other)
-        expected = f"bits_version {VERSION + 1} on compute capability cpu"
+    monkeypatch.setattr(row, "compute_capability", lambda device: "9.0")
+    assert CHECK.unavailable(small) == ""
+    monkeypatch.setattr(row, "compute_capability", lambda device: capability)
+    other = dataclasses.replace(build_info(), bits_version=version)
+    monkeypatch.setattr(row, "build_info", lambda: other)
+    expected = f"bits_version {version} on compute capability {capability}"
     reason = CHECK.unavailable(small)
     assert reason == f"no golden hashes are known for {expected}"
     answer = tasks.execute(

@@ -76,9 +76,7 @@ class Check:
     promise: str  # "the same bits whatever ..." in a few words
     cases: Callable[[Size], Iterable[Case]]  # what to run, for a size
     run: Callable[[Case, Attention, Size], None]  # runs one case; raises Mismatch
-    devices: tuple[str, ...] = ("cpu", "cuda")  # where it applies
-    elsewhere: str = ""  # why it does not apply on other devices
-    # returns why a run cannot decide it; "" if it can
+    # returns why it does not apply to a run, or the run cannot decide it; "" if it can
     unavailable: Callable[[Size], str] = lambda size: ""
 
 

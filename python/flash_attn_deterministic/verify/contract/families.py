@@ -29,6 +29,8 @@ def family_cases(size: Size) -> Iterator[Case]:
 
 def unavailable(size: Size) -> str:
     """Returns why there is one family only; "" if there are two."""
+    if size.device == "cpu":
+        return "the CPU has no kernels"
     capability = torch.cuda.get_device_capability(0)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} has one family of kernels"

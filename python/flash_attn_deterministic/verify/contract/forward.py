@@ -179,6 +179,11 @@ def schedule_cases(size: Size) -> Iterator[Case]:
             yield case
 
 
+def one_path(size: Size) -> str:
+    """Returns why there is one path only; "" if there may be two."""
+    return "the CPU has one path only" if size.device == "cpu" else ""
+
+
 _SHARED_BYTES = 166_000  # what every head dim can do with
 _FEW_ROWS = 16  # up to here a kernel of its own runs
 _MANY_ROWS = 128
