@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from ..emulate.steps import TILING
-from ..forward.cells import Cell, Result
+from ..forward.cells import Cell
 from ..forward.plan import FOUR_FORMATS, Point, Points
 from ..numbers.intervals import Interval, median_interval
 from .judging import Case, Claim, Range, emulated, range_text, ratio
@@ -25,6 +25,8 @@ SAME = (0.8, 1.25)  # "no significant effect"
 FALLS = (0.0, 0.8)  # from the smallest block to the largest
 D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that with D from the exact O
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O
+
+_LENGTHS = "length {first} to {last}"
 
 
 def _groups(points: Points) -> Iterator[tuple[str, Points]]:
@@ -45,32 +47,37 @@ def _falling(points: Points) -> Iterator[Case]:
         yield Case(name, worst, *FALLS, "x at the format with the least fall")
 
 
-def _over_baseline(name: str, result: Result, wanted: Range) -> Case:
-    return Case(name, ratio(result["flash"]["max"], result["baseline"]["max"]), *wanted, "x")
+def _over_baseline(where: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+    """Flash over baseline, in the two 16-bit formats of kernels."""
 
-
-def _tenfold(points: Points) -> Iterator[Case]:
-    for name, group in _groups(points):
-        for cell, result in group:
-            yield _over_baseline(f"{name}, length {cell.seqlen}", result, TENFOLD)
-
-
-def _more(points: Points) -> Iterator[Case]:
-    for name, group in _groups(points):
-        for cell, result in group:
-            if cell.format in FOUR_FORMATS[:2]:
-                yield _over_baseline(f"{name}, {cell.format.upper()}", result, MORE)
-
-
-def _growth(*metrics: str) -> Callable[[Points], Iterator[Case]]:
     def cases(points: Points) -> Iterator[Case]:
         for name, group in _groups(points):
-            ends = sorted(group, key=lambda point: point[0].seqlen)
-            where = f", length {ends[0][0].seqlen} to {ends[-1][0].seqlen}"
-            for metric in metrics:
-                label = f"{name}, {metric}" if len(metrics) > 1 else name
-                value = _difference(ends[-1], ends[0], metric)
-                yield Case(label + where, value, *GROWS, "x")
+            for cell, result in group:
+                if cell.format in FOUR_FORMATS[:2]:
+                    value = ratio(result["flash"]["max"], result["baseline"]["max"])
+                    place = where.format(format=cell.format.upper(), seqlen=cell.seqlen)
+                    yield Case(f"{name}, {place}", value, *wanted, "x")
+
+    return cases
+
+
+def _ends(
+    axis: str, where: str, wanted: Range, *metrics: str
+) -> Callable[[Points], Iterator[Case]]:
+    """The largest of a field of the cells over the smallest, in each format."""
+
+    def cases(points: Points) -> Iterator[Case]:
+        for name, group in _groups(points):
+            for number_format in FOUR_FORMATS:
+                there = select(group, format=number_format)
+                there = sorted(there, key=lambda point: getattr(point[0], axis))
+                for metric in metrics if there else ():
+                    place = where.format(
+                        format=number_format.upper(), metric=metric,
+                        first=getattr(there[0][0], axis), last=getattr(there[-1][0], axis),
+                    )  # fmt: skip
+                    value = _difference(there[-1], there[0], metric)
+                    yield Case(f"{name}, {place}", value, *wanted, "x")
 
     return cases
 
@@ -94,16 +101,6 @@ def _paired(label: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
                 yield Case(name, _difference(second, first), *wanted, "x")
 
     return cases
-
-
-def _larger(points: Points) -> Iterator[Case]:
-    for name, group in _groups(points):
-        for number_format in FOUR_FORMATS:
-            here = sorted(select(group, format=number_format), key=lambda p: p[0].block_c)
-            if here:
-                where = f", B_c = {here[0][0].block_c} to {here[-1][0].block_c}"
-                label = f"{name}, {number_format.upper()}{where}"
-                yield Case(label, _difference(here[-1], here[0]), *FALLS, "x")
 
 
 def _share(steps: str, points: Points) -> Iterator[Case]:
@@ -146,32 +143,32 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "tenfold", f"{PAPER}, abstract and Fig. 4",
         "At BF16, flash attention deviates about ten times as much as baseline attention.",
         f"max |output - FP64|, flash over baseline: {range_text(*TENFOLD)}.",
-        emulated("5"), _tenfold,
+        emulated("5"), _over_baseline("length {seqlen}", TENFOLD),
     ),
     Claim(
         "more", f"{PAPER}, Fig. 4",
         "Flash attention is further from the FP64 value than baseline attention.",
         f"The same ratio in BF16 and FP16: {range_text(*MORE)}.",
-        emulated("4"), _more,
+        emulated("4"), _over_baseline("{format}", MORE),
     ),
     Claim(
         "length-max", f"{PAPER}, Fig. 5a",
         "The largest difference between the two grows with the sequence length.",
         f"max |flash - baseline|, BF16, the longest over the shortest: {range_text(*GROWS)}.",
-        emulated("5"), _growth("max"), "fig5a",
+        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max"), "fig5a",
     ),
     Claim(
         "length-relative", f"{OURS}, on Fig. 5a",
         "So does the largest difference relative to the largest output.",
         f"max |flash - baseline| / max |baseline|: {range_text(*GROWS)}.",
-        emulated("5"), _growth("max_relative"), "fig5a",
+        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max_relative"), "fig5a",
     ),
     Claim(
         "length-mean", f"{PAPER}, Fig. 5b",
         "Mean and spread of the difference grow with the sequence length.",
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
-        emulated("5"), _growth("mean", "std"), "fig5b",
+        emulated("5"), _ends("seqlen", f"{{metric}}, {_LENGTHS}", GROWS, "mean", "std"), "fig5b",
     ),
     Claim(
         "swapped", f"{PAPER}, Fig. 6a",
@@ -191,7 +188,8 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
-        emulated("6c"), _larger, "fig6c",
+        emulated("6c"), _ends("block_c", "{format}, B_c = {first} to {last}", FALLS, "max"),
+        "fig6c",
     ),
     Claim(
         "rescale", f"{PAPER}, explanation of Fig. 6c as we read it",

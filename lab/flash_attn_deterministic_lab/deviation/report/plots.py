@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...pictures import Line, LinePanels, Values
@@ -18,14 +18,19 @@ from .names import inputs_of, presets_of, select, title
 def forward_plots(figures: dict[str, Points]) -> dict[str, LinePanels]:
     """Returns each figure of what the study holds, by file name."""
     known: dict[str, tuple[str, Callable[[Points], LinePanels]]] = {
-        "fig3": ("3", _formats),
+        "fig3": ("3", functools.partial(
+            _by_preset, lambda cell: parse_format(cell.format).precision,
+            ("bits of the significand", "max |flash - baseline|"), {"max": ""}, _BITS,
+        )),
         "fig5a": ("5", functools.partial(
-            _lengths, "max |flash - baseline|, BF16",
-            {"max": "absolute", "max_relative": "over max |O|"}
+            _by_preset, lambda cell: cell.seqlen,
+            ("sequence length", "max |flash - baseline|, BF16"),
+            {"max": "absolute, ", "max_relative": "over max |O|, "}, (),
         )),
         "fig5b": ("5", functools.partial(
-            _lengths, "flash - baseline, BF16",
-            {"mean": "mean of absolute values", "std": "standard deviation"}
+            _by_preset, lambda cell: cell.seqlen,
+            ("sequence length", "flash - baseline, BF16"),
+            {"mean": "mean of absolute values, ", "std": "standard deviation, "}, (),
         )),
         "fig6a": ("6a", functools.partial(
             _swept, lambda cell: cell.block_c, "M/4d, keys of the larger dimension",
@@ -41,36 +46,28 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, LinePanels]:
     return {name: draw(figures[of]) for name, (of, draw) in known.items() if of in figures}
 
 
-def _formats(points: Points) -> LinePanels:
-    shown = {
-        f"inputs: {title(inputs)}": [
+_BITS = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
+
+
+def _by_preset(
+    x_of: Callable[[Cell], float], labels: tuple[str, str], metrics: Mapping[str, str],
+    ticks: Mapping[float, str] | tuple[()], points: Points,
+) -> LinePanels:  # fmt: skip
+    """A column per metric and distribution, a line per preset; ticks: none, those of the points."""
+    shown = [p for p in points if p[0].inputs in ("uniform", "normal")] or points
+    columns = {
+        f"{words}inputs: {title(inputs)}": [
             Line(f"preset {preset}", [
-                (parse_format(cell.format).precision, result["difference"]["max"])
-                for cell, result in select(points, inputs=inputs, preset=preset)
+                (x_of(cell), result["difference"][metric])
+                for cell, result in select(shown, preset=preset, inputs=inputs)
                 if cell.format != "tf32"
             ], number)
-            for number, preset in enumerate(presets_of(points))
-        ]
-        for inputs in inputs_of(points)
-    }  # fmt: skip
-    ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
-    return LinePanels(shown, ("bits of the significand", "max |flash - baseline|"), ticks)
-
-
-def _lengths(label: str, metrics: dict[str, str], points: Points) -> LinePanels:
-    main = [point for point in points if point[0].inputs in ("uniform", "normal")] or points
-    columns = {
-        f"{words}, inputs: {title(inputs)}": [
-            Line(f"preset {preset}", [
-                (cell.seqlen, result["difference"][metric])
-                for cell, result in select(main, preset=preset, inputs=inputs)
-            ], number)
-            for number, preset in enumerate(presets_of(main))
+            for number, preset in enumerate(presets_of(shown))
         ]
         for metric, words in metrics.items()
-        for inputs in inputs_of(main)
+        for inputs in inputs_of(shown)
     }  # fmt: skip
-    return LinePanels(columns, ("sequence length", label), [cell.seqlen for cell, _ in points])
+    return LinePanels(columns, labels, ticks or [x_of(cell) for cell, _ in points])
 
 
 def _swept(
