@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .errors import ArgumentError, LabError, UnavailableError
 
@@ -41,6 +42,16 @@ def ended(command: Callable[[argparse.Namespace], int], arguments: argparse.Name
     }
     with commands.sigterm_interrupts():
         return commands.ended(lambda: command(arguments), statuses)
+
+
+def option(
+    parser: argparse.ArgumentParser, flag: str, default: Any, text: str, **more: Any
+) -> None:
+    """Adds an option of its default's type; a flag where that is False."""
+    kind: dict[str, Any]
+    kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
+    shown = f"{text} (%(default)s)" if default else text
+    parser.add_argument(flag, default=default, help=shown, **kind)
 
 
 def check_device(device: str) -> None:

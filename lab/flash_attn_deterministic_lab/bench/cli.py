@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from ..cli import STATUSES, add_paths, check_device, ended, use_paths
+from ..cli import STATUSES, add_paths, check_device, ended, option, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
 
@@ -22,34 +22,19 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, "bench", "STUDY.json and .md", "the installed wheel, to name it")
-    parser.add_argument(
-        "--study", default="", metavar="NAME", help="which shapes (default: the usual); list: names"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[""],
-        metavar="WORDS",
-        help="parts of names of shapes, such as forward or D128, or groups",
-    )
-    parser.add_argument(
-        "--attentions", nargs="+", metavar="NAME", default=[],
-        help="which to time besides ours, also MODULE:FUNCTION (default: those of the study)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=int, default=20, metavar="N", help="timed calls, 2 or more (default: 20)"
-    )
-    parser.add_argument(
-        "--budget-ms", type=float, default=math.inf, metavar="MS",
-        help="GPU time of one shape, which may cost repeats (default: no limit)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, metavar="S", help="no shape starts later"
-    )
-    parser.add_argument(
-        "--ahead", type=int, default=0, metavar="N",
-        help="time nothing: N processes call the others once, which fills caches of compilers",
-    )  # fmt: skip
+    option(parser, "--study", "", "which shapes, the usual if none; list: names", metavar="NAME")
+    option(parser, "--only", None, "parts of names of shapes, such as forward or D128, or groups",
+           type=str, nargs="+", metavar="WORDS")  # fmt: skip
+    option(parser, "--attentions", None,
+           "which to time besides ours, also MODULE:FUNCTION; those of the study if none",
+           type=str, nargs="+", metavar="NAME")  # fmt: skip
+    option(parser, "--repeats", 20, "timed calls, 2 or more", metavar="N")
+    option(parser, "--budget-ms", math.inf, "GPU time of one shape, which may cost repeats",
+           metavar="MS")  # fmt: skip
+    option(parser, "--seconds", math.inf, "no shape starts later", metavar="S")
+    option(parser, "--ahead", 0,
+           "time nothing: N processes call the others once, which fills caches of compilers",
+           metavar="N")  # fmt: skip
     add_paths(parser)
     parser.set_defaults(run=functools.partial(ended, _bench))
 
@@ -74,7 +59,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     chosen = [
         case for case in study.cases
-        if any(words in case.shape.name or words == case.group for words in arguments.only)
+        if any(words in case.shape.name or words == case.group for words in arguments.only or [""])
     ]  # fmt: skip
     if arguments.ahead:
         from .ahead import call_each

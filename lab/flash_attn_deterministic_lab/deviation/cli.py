@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import ended
+from ..cli import ended, option
 
 _Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
@@ -28,7 +28,7 @@ def add_command(commands: _Parsers) -> None:
     gradients = _add(studies, "gradients", _gradients,
                      "gradients of a model, each attention against exact attention")  # fmt: skip
     _add_model(gradients, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
-    _option(gradients, "--no-plots", False, "results only, no matplotlib")
+    option(gradients, "--no-plots", False, "results only, no matplotlib")
 
     tokens = _add(studies, "tokens", _tokens,
                   "token log-probabilities of two attentions on one language model")  # fmt: skip
@@ -44,25 +44,25 @@ def add_command(commands: _Parsers) -> None:
 
     training = _add(studies, "training", _training,
                     "what one difference does to trained weights, over paired seeds")  # fmt: skip
-    _option(training, "--workload", "drawings-small",
+    option(training, "--workload", "drawings-small",
             "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
     _device(training, "cpu")
-    _option(training, "--steps", 100, "optimizer steps")
-    _option(training, "--seeds", tuple(range(16)), "paired seeds: numbers, or FIRST-LAST",
+    option(training, "--steps", 100, "optimizer steps")
+    option(training, "--seeds", "0-15", "paired seeds: numbers, or FIRST-LAST",
             type=_numbers)  # fmt: skip
-    _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
-    _option(training, "--base", "explicit", "attention of the base run")
-    _option(training, "--jobs", 1, "processes, which train a seed each")
-    _option(training, "--seconds", None, "start no run that would end later", type=float)
+    option(training, "--runs", (), "controls and attentions, with commas", type=_names)
+    option(training, "--base", "explicit", "attention of the base run")
+    option(training, "--jobs", 1, "processes, which train a seed each")
+    option(training, "--seconds", None, "start no run that would end later", type=float)
 
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
-    _option(forward, "--seeds", 8, "draws per point")
-    _option(forward, "--quick", False, "fewer points: less than a minute")
+    option(forward, "--seeds", 8, "draws per point")
+    option(forward, "--quick", False, "fewer points: less than a minute")
 
     kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
     _device(kernels, "cuda")
-    _option(kernels, "--quick", False, "fewer and smaller points")
-    _option(kernels, "--seeds", 4, "draws per point")
+    option(kernels, "--quick", False, "fewer and smaller points")
+    option(kernels, "--seeds", 4, "draws per point")
 
     report = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
     report.set_defaults(out=Path("deviation"))
@@ -70,15 +70,15 @@ def add_command(commands: _Parsers) -> None:
         "results", nargs="*", type=Path,
         help=f"folders of studies; none: those of {', '.join(_STUDIES)} in that of the report",
     )  # fmt: skip
-    _option(report, "--quick", False, "run quick studies first, in the folder of the report")
+    option(report, "--quick", False, "run quick studies first, in the folder of the report")
 
     repeat = _add(studies, "repeat", _repeat,
                   "trains several times and names the first operation that differs")  # fmt: skip
-    _option(repeat, "--workload", "language-tiny", "as of training")
-    _option(repeat, "--attention", "ours", "what is trained with")
+    option(repeat, "--workload", "language-tiny", "as of training")
+    option(repeat, "--attention", "ours", "what is trained with")
     _device(repeat, "cpu")
-    _option(repeat, "--steps", 6, "optimizer steps")
-    _option(repeat, "--times", 3, "repeats")
+    option(repeat, "--steps", 6, "optimizer steps")
+    option(repeat, "--times", 3, "repeats")
 
 
 def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
@@ -95,33 +95,25 @@ def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
     parser: _Parser = studies.add_parser(name, help=text, description=text)
     parser.set_defaults(run=functools.partial(ended, finished))
     if name != "repeat":  # its result is a line of text
-        _option(parser, "--out", Path("deviation") / name, "folder of results")
+        option(parser, "--out", Path("deviation") / name, "folder of results")
     return parser
 
 
-def _option(parser: _Parser, flag: str, default: Any, text: str, **more: Any) -> None:
-    """Adds an option of its default's type; a flag where that is False."""
-    kind: dict[str, Any]
-    kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
-    shown = f"{text} (%(default)s)" if default else text
-    parser.add_argument(flag, default=default, help=shown, **kind)
-
-
 def _device(parser: _Parser, default: str) -> None:
-    _option(parser, "--device", default, "where to run", choices=("cuda", "cpu"))
+    option(parser, "--device", default, "where to run", choices=("cuda", "cpu"))
 
 
 def _add_model(parser: _Parser, attention: str) -> None:
-    _option(parser, "--model", _MODEL,
+    option(parser, "--model", _MODEL,
             "MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours")  # fmt: skip
-    _option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
-    _option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
-    _option(parser, "--count", 8, "batches that are used")
-    _option(parser, "--attention", attention, "names, with commas", type=_names)
-    _option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
+    option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
+    option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
+    option(parser, "--count", 8, "batches that are used")
+    option(parser, "--attention", attention, "names, with commas", type=_names)
+    option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
     _device(parser, "cpu")
-    _option(parser, "--quick", False, "3 batches, and a tiny model of ours without --model")
-    _option(parser, "--seconds", None, "start no batch later, after the second", type=float)
+    option(parser, "--quick", False, "3 batches, and a tiny model of ours without --model")
+    option(parser, "--seconds", None, "start no batch later, after the second", type=float)
 
 
 def _names(text: str) -> tuple[str, ...]:

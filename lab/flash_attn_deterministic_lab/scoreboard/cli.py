@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..cli import STATUSES, add_paths, check_device, ended, use_paths
+from ..cli import STATUSES, add_paths, check_device, ended, option, use_paths
 from ..shared.commands import INTERRUPTED, add_options
 
 BROKEN_PROMISE = 3  # the exit status where ours breaks a row
@@ -26,19 +26,12 @@ def add_command(commands: Any) -> None:
     )
     files = "scoreboard.json, .md and .svg, written after each row"
     add_options(parser, "scoreboard", files, "the installed wheel, to name it")
-    parser.add_argument(
-        "--attention", default=_DEFAULT, metavar="LIST",
-        help="names and MODULE:FUNCTION, with commas, besides ours (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S",
-        help="no further case of a row starts after S seconds (default: 20)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N",
-        help="processes that try rows side by side; times are taken alone (default: 1)",
-    )  # fmt: skip
+    option(parser, "--attention", _DEFAULT, "names and MODULE:FUNCTION, with commas, besides ours",
+           metavar="LIST")  # fmt: skip
+    option(parser, "--quick", False, "fewer shapes")
+    option(parser, "--seconds", 20.0, "no further case of a row starts later", metavar="S")
+    option(parser, "--jobs", 1, "processes that try rows side by side; times are taken alone",
+           metavar="N")  # fmt: skip
     add_paths(parser)
     parser.set_defaults(run=functools.partial(ended, _scoreboard))
 

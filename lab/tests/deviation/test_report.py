@@ -87,6 +87,7 @@ def test_every_figure_is_there_once_with_a_caption(page: str, folders: list[Path
     assert page.count("<figure>") == page.count("<figcaption>") == len(drawn) + held
 
 
+@pytest.mark.usefixtures("page")
 def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
     before = {path: path.read_bytes() for path in (folders[0] / "plots").glob("*.svg")}
     for path in read_study(folders[0])[1]:

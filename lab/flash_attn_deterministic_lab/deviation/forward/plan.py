@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -67,47 +68,43 @@ def quick_plan(plan: Plan) -> Plan:
 # --- Figures -----------------------------------------------------------------------------------
 
 
-def _formats(plan: Plan) -> list[Cell]:
-    base = plan.base()
-    more = () if plan.quick else tuple(f"p{bits}" for bits in (5, 6, 7, 9, 10, 13, 15, 17, 20))
+def _grid(base: Cell, **fields: Iterable[Any]) -> list[Cell]:
+    """Returns a cell for every combination of these values of fields."""
     return [
-        replace(base, preset=preset, format=name, inputs=inputs)
-        for preset in plan.presets
-        for name in (*FORMAT_NAMES, *more)
-        for inputs in plan.main_inputs
+        replace(base, **dict(zip(fields, values, strict=True)))
+        for values in itertools.product(*fields.values())
     ]
+
+
+def _formats(plan: Plan) -> list[Cell]:
+    more = () if plan.quick else tuple(f"p{bits}" for bits in (5, 6, 7, 9, 10, 13, 15, 17, 20))
+    formats = (*FORMAT_NAMES, *more)
+    return _grid(plan.base(), preset=plan.presets, format=formats, inputs=plan.main_inputs)
 
 
 def _golden(plan: Plan) -> list[Cell]:
-    base = plan.base()
-    names = tuple(dict.fromkeys((*plan.presets, *PRESETS)))
-    return [
-        replace(base, preset=preset, format=name, inputs=inputs)
-        for preset in names
-        for name in (FOUR_FORMATS if preset in plan.presets else FOUR_FORMATS[:2])
-        for inputs in plan.inputs
-    ]
+    base, others = plan.base(), [name for name in PRESETS if name not in plan.presets]
+    cells = _grid(base, preset=plan.presets, format=FOUR_FORMATS, inputs=plan.inputs)
+    return cells + _grid(base, preset=others, format=FOUR_FORMATS[:2], inputs=plan.inputs)
 
 
 def _lengths(plan: Plan) -> list[Cell]:
-    base = plan.base()
-    return [
-        replace(base, preset=preset, inputs=inputs, seqlen=seqlen)
-        for preset in plan.presets
-        for inputs in (plan.inputs if preset == "paper" else plan.main_inputs)
-        for seqlen in plan.seqlens
-    ]
-
-
-def _sweep(plan: Plan, cells: Callable[[Cell], Iterable[Cell]]) -> list[Cell]:
-    """What figure 6 has of each format and distribution, preset paper."""
-    base = replace(plan.base(), preset="paper")
     return [
         cell
-        for name in (FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS)
-        for inputs in plan.main_inputs
-        for cell in cells(replace(base, format=name, inputs=inputs))
+        for preset in plan.presets
+        for cell in _grid(
+            replace(plan.base(), preset=preset),
+            inputs=plan.inputs if preset == "paper" else plan.main_inputs,
+            seqlen=plan.seqlens,
+        )
     ]
+
+
+def _blocks(plan: Plan, keys: Iterable[int]) -> list[Cell]:
+    """What figure 6 has of each format and distribution, preset paper, at these sizes of blocks."""
+    formats = FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
+    base = replace(plan.base(), preset="paper")
+    return _grid(base, format=formats, inputs=plan.main_inputs, block_c=list(keys))
 
 
 def _swapped(plan: Plan) -> list[Cell]:
@@ -117,29 +114,24 @@ def _swapped(plan: Plan) -> list[Cell]:
     """
     sizes = (2, 8) if plan.quick else (2, 4, 8)
     keys = [factor * plan.head_dim for factor in sizes if factor * plan.head_dim <= plan.seqlen]
-    pairs = [n for size in keys for n in (size, plan.head_dim)]
-    return _sweep(plan, lambda cell: [replace(cell, block_c=n) for n in pairs])
+    return _blocks(plan, (n for size in keys for n in (size, plan.head_dim)))
 
 
 def _square(plan: Plan) -> list[Cell]:
     """Square tiles, each before one of the same area with four times as many keys as rows."""
     sides = (16, 64) if plan.quick else (8, 16, 32, 64, 128, 256)
-    pairs = [n for side in sides if 2 * side <= plan.seqlen for n in (side, 2 * side)]
-    return _sweep(plan, lambda cell: [replace(cell, block_c=n) for n in pairs])
+    return _blocks(plan, (n for side in sides if 2 * side <= plan.seqlen for n in (side, 2 * side)))
 
 
 def _larger(plan: Plan) -> list[Cell]:
     sizes = (16, 64, 256) if plan.quick else (8, 16, 32, 64, 128, 256, 512)
-    fitting = [size for size in sizes if size <= plan.seqlen]
-    return _sweep(plan, lambda cell: (replace(cell, block_c=size) for size in fitting))
+    return _blocks(plan, (size for size in sizes if size <= plan.seqlen))
 
 
 def _ablation(plan: Plan) -> list[Cell]:
     """Each step alone, all but it; all that tiling adds, and all within a line, the same way."""
-    base = replace(plan.base(), preset="paper")
     cells = []
-    for inputs in plan.main_inputs:
-        cell = replace(base, inputs=inputs)
+    for cell in _grid(replace(plan.base(), preset="paper"), inputs=plan.main_inputs):
         cells.append(cell)
         for steps in (*STEP_NAMES, TILING, LINES):
             cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
@@ -148,12 +140,7 @@ def _ablation(plan: Plan) -> list[Cell]:
 
 def _backward(plan: Plan) -> list[Cell]:
     base = replace(plan.base(), preset="kernel", kind="gradients")
-    return [
-        replace(base, format=name, inputs=inputs, seqlen=seqlen)
-        for name in ("bf16", "fp16")
-        for inputs in plan.inputs
-        for seqlen in plan.seqlens[-5:-2]
-    ]
+    return _grid(base, format=FOUR_FORMATS[:2], inputs=plan.inputs, seqlen=plan.seqlens[-5:-2])
 
 
 FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
