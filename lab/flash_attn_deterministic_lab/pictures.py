@@ -150,7 +150,11 @@ class LinePanels:
 
 def _line(axes: Any, line: Line, above: int) -> None:
     """Draws a line, wider the more lines come above it: equal ones all show."""
-    found = [(x, _there(values)) for x, values in sorted(line.points, key=lambda point: point[0])]
+    # JSON has null where a result was infinite or NaN.
+    found = [
+        (x, [value for value in values if value is not None])
+        for x, values in sorted(line.points, key=lambda point: point[0])
+    ]
     # A logarithmic axis has no place for 0: the legend says what it can't show.
     left_out = sum(value <= 0 for _, values in found for value in values)
     total = sum(len(values) for _, values in found)
@@ -254,11 +258,6 @@ def _held(axes: Any, rows: Sequence[Held]) -> None:
 
 
 Panels = LinePanels | HeldPanels
-
-
-def _there(values: Values) -> list[float]:
-    """Returns the values that are there: JSON has null where a result was infinite or NaN."""
-    return [value for value in values if value is not None]
 
 
 def fields(
