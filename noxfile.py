@@ -238,6 +238,8 @@ def lint(session: nox.Session) -> None:
     session.run("validate-pyproject", "pyproject.toml", "lab/pyproject.toml", silent=True)
     workflows = [str(path) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    schemas = [str(path) for path in sorted(ROOT.glob("docs/*.schema.json"))]
+    session.run("check-jsonschema", "--check-metaschema", *schemas)
     dependabot = str(ROOT / ".github" / "dependabot.yml")
     session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", dependabot)
     session.run("zizmor", "--offline", "--quiet", ".github")
@@ -305,15 +307,8 @@ def matrix(session: nox.Session, cuda: str, torch: str) -> None:
     """Test the dev wheel of a CUDA under a torch and a Python, until it has passed (gigabytes)."""
     folder = f"dist/cuda{cuda}"
     # Each time: what is compiled stays, and a wheel of other sources is never the one tested.
-    options = [
-        "--preset",
-        "dev",
-        "--locked",
-        "--out-dir",
-        folder,
-        "--build-dir",
-        f"build/cuda{cuda}",
-    ]
+    options = ["--preset", "dev", "--locked"]
+    options += ["--out-dir", folder, "--build-dir", f"build/cuda{cuda}"]
     options += ["--cuda", "12", "--local", "cu12"] if cuda == "12" else []
     build = ["-m", "nox", "--reuse-existing-virtualenvs", "--session", "build", "--", *options]
     session.run(sys.executable, *build, external=True)

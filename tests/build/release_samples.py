@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,17 +230,11 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
     write_gpu_tests(path.with_name("gpu-tests.xml"), content["wheel"]["sha256"])
 
 
-def write_gpu_tests(path: Path, sha256: str, states: Mapping[str, str] | None = None) -> None:
-    """Writes results as pytest does; `states`: "failure", "error" or "skipped" by module."""
-    found = {**dict.fromkeys(MODULES, ""), **(states or {})}
-    cases = [
-        f'<testcase classname="{name}" name="test_a">{f"<{state} />" if state else ""}</testcase>'
-        for name, state in found.items()
-    ]
-    failures, errors = ([*found.values()].count(state) for state in ("failure", "error"))
-    suite = f'name="sha256:{sha256}" errors="{errors}" failures="{failures}" tests="{len(cases)}"'
-    text = f"<testsuites><testsuite {suite}>{''.join(cases)}</testsuite></testsuites>"
-    files.write_text(path, text)
+def write_gpu_tests(path: Path, sha256: str, modules: Sequence[str] = MODULES) -> None:
+    """Writes results as pytest does: a test of each module passed."""
+    cases = "".join(f'<testcase classname="{name}" name="test_a"></testcase>' for name in modules)
+    suite = f'name="sha256:{sha256}" errors="0" failures="0" tests="{len(modules)}"'
+    files.write_text(path, f"<testsuites><testsuite {suite}>{cases}</testsuite></testsuites>")
 
 
 def sections(**states: str) -> list[dict[str, Any]]:

@@ -153,33 +153,12 @@ def second_on(gpu: str) -> Attack:
     return lambda project: edit(project.add_report(), change, sign=True)
 
 
-def second_tests(change: Callable[[str], str | None]) -> Attack:
-    """Changes the results of tests/gpu of a second run of these bytes; None: removes them."""
+def gpu_tests(old: str, new: str, run: int = 1, encoding: str = "utf-8") -> Attack:
+    """Changes the results of tests/gpu, of the run that proves the wheel or of a second one."""
 
     def attack(project: Project) -> None:
-        path = project.add_report().with_name("gpu-tests.xml")
-        text = change(path.read_text())
-        if text is None:
-            path.unlink()
-        else:
-            path.write_text(text)
-
-    return attack
-
-
-def gpu_tests(state: str) -> Attack:
-    """Lets the tests of a module of tests/gpu end in another state."""
-
-    def attack(project: Project) -> None:
-        path, sha256 = project.report_path.with_name("gpu-tests.xml"), project.decide().wheel.sha256
-        release_samples.write_gpu_tests(path, sha256, {MODULES[0]: state})
-
-    return attack
-
-
-def in_tests(old: str, new: str, encoding: str = "utf-8") -> Attack:
-    def attack(project: Project) -> None:
-        path = project.report_path.with_name("gpu-tests.xml")
+        report = project.report_path if run == 1 else project.add_report()
+        path = report.with_name("gpu-tests.xml")
         path.write_bytes(path.read_text().replace(old, new).encode(encoding))
 
     return attack
@@ -524,49 +503,41 @@ REFUSED: list[tuple[str, str, Attack]] = [
     ("$: 'schema_version' is a required property", "an emptied report", second(lambda t: "{}")),
     ("$: [] is not of type 'object'", "a report that is a list", second(lambda t: "[]")),
     ("'other' was unexp", "no digest", second(lambda t: t.replace('"digest"', '"other"'))),
-    *each(f"{SECOND}gpu-tests.xml: is unreadable", {
-        "a second run without tests": second_tests(lambda t: None),
-        "a second run whose tests were cut off": second_tests(lambda t: "<testsuites>"),
-    }),
-    (f"{SECOND}gpu-tests.xml.name: expected",
-     "a second run whose tests are of other bytes", second_tests(
-        lambda t: t.replace("sha256:", "sha256:0")
-    )),
-    (f"{SECOND}gpu-tests.xml: no test of {MODULES[0]} passed",
-     "a second run whose tests were all skipped", second_tests(
-        lambda t: t.replace("></testcase>", "><skipped/></testcase>")
-    )),
-    # Tests on the GPU.
+    # Tests on the GPU, of a run that proves the wheel and of one beside it.
+    *(
+        (f"{run}/verification.json: gpu-tests.xml{words}", f"GPU tests: {name}, run {run}",
+         gpu_tests(old, new, run))
+        for run in (1, 2)
+        for name, old, new, words in (
+            ("cut off", "</testsuites>", "", ": is unreadable"),
+            ("entities", "<testsuites>", '<!DOCTYPE x [<!ENTITY a "b">]><testsuites>',
+             ": is unreadable (it declares entities"),
+            ("of another wheel", "sha256:", "sha256:0", ".name: expected"),
+            ("skipped", "></testcase>", "><skipped/></testcase>",
+             f": no test of {MODULES[0]} passed"),
+            ("failed", "></testcase>", "><failure /></testcase>", f": failed: '{MODULES[0]}::test"),
+            ("ended", "></testcase>", "><error /></testcase>", f": failed: '{MODULES[0]}::test_a'"),
+            ("a failure of another namespace", "></testcase>",
+             '><failure xmlns="x" /></testcase>', f": failed: '{MODULES[0]}::test_a'"),
+            ("a failure outside of the suite", "<testsuites>",
+             '<testsuites><testcase name="a"><error /></testcase>', ": failed: 'None::a'"),
+            ("a failure in another element", "</testcase>",
+             "</testcase><x><testcase><failure /></testcase></x>", ": failed: 'None::None'"),
+            ("a failure of no test", "<testsuites>", "<testsuites><failure />", ": failed: "),
+            ("a test of another namespace", "</testcase>", '</testcase><testcase xmlns="x" />',
+             ": holds '{x}testcase' in 'testsuite'"),
+            ("a test more than counted", "</testsuite>", "<testcase /></testsuite>",
+             ".tests: expected '3', got '2'"),
+            ("miscounted", 'failures="0"', 'failures="1"', ".failures: expected '0', got '1'"),
+            ("two suites", "</testsuites>", "<testsuite name='x' /></testsuites>",
+             ": is not one suite of tests"),
+            ("no suites", "testsuites>", "suites>", ": is not one suite of tests"),
+        )
+    ),
     *each("gpu-tests.xml: is unreadable", {
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
-        "GPU tests in another encoding": in_tests("", "", "utf-16-le"),
+        "GPU tests in another encoding": gpu_tests("", "", encoding="utf-16-le"),
     }),
-    *each("gpu-tests.xml: is not one suite of tests", {
-        "two suites": in_tests("</testsuites>", "<testsuite name='x' /></testsuites>"),
-        "no suites": in_tests("testsuites>", "suites>"),
-    }),
-    *each("gpu-tests.xml: failed: ", {
-        f"a failure {name}": in_tests(old, old + new)
-        for name, old, new in (
-            ("of another namespace", ' name="test_a">', '<failure xmlns="x" />'),
-            ("outside of the suite", "<testsuites>", "<testcase><error /></testcase>"),
-            ("below another element", "</testcase>", "<x><testcase><failure /></testcase></x>"),
-            ("of no test", "<testsuites>", "<failure />"),
-        )
-    }),
-    ("gpu-tests.xml: holds '{x}testcase' in 'testsuite'", "a test of another namespace",
-     in_tests("</testcase>", '</testcase><testcase xmlns="x" />')),
-    ("gpu-tests.xml.tests: expected '3', got '2'", "a test more than counted",
-     in_tests("</testsuite>", "<testcase /></testsuite>")),
-    *each("gpu-tests.xml: failed: 'tests.gpu.de", {
-        "GPU tests that failed": gpu_tests("failure"), "GPU tests that ended": gpu_tests("error"),
-    }),
-    (f"gpu-tests.xml: no test of {MODULES[0]} passed", "GPU tests skipped", gpu_tests("skipped")),
-    ("gpu-tests.xml.name: expected", "of another wheel", in_tests("sha256:", "sha256:0")),
-    ("gpu-tests.xml.failures: expected '0', got '1'", "miscounted",
-     in_tests('failures="0"', 'failures="1"')),
-    ("declares entities", "entities",
-     in_tests("<testsuites>", '<!DOCTYPE x [<!ENTITY a "b">]><testsuites>')),
     # The report of PTX that stands in.
     *(
         (f"sm_80: {PTX_REPORT}: {expected}", f"PTX: {name}", ptx(change))
@@ -620,8 +591,8 @@ def test_what_failed_is_kept_apart_from_what_was_cut_short(project: Project) -> 
     assert project.decide().failed == ()
     release_samples.write_report(project.wheel, project.report_path)
     assert project.problems() == ""
-    gpu_tests("failure")(project)
-    (failed,) = project.decide().failed
+    gpu_tests("></testcase>", "><failure /></testcase>")(project)
+    failed, *_ = project.decide().failed
     assert failed.startswith("1/verification.json: gpu-tests.xml: failed: ")
     release_samples.write_report(project.wheel, project.report_path)
     # Whatever its layout: what failed is a matter of these bytes, not of the schema.
@@ -629,9 +600,6 @@ def test_what_failed_is_kept_apart_from_what_was_cut_short(project: Project) -> 
     for layout in layouts:
         project.add_report(status="failed", **layout)
         assert project.decide().failed == ("2/verification.json: its status is 'failed'",)
-    release_samples.write_gpu_tests(
-        project.add_report(later=1).with_name("gpu-tests.xml"),
-        project.decide().wheel.sha256,
-        {MODULES[0]: "failure"},
-    )
+    tests = project.add_report(later=1).with_name("gpu-tests.xml")
+    tests.write_text(tests.read_text().replace("></testcase>", "><failure /></testcase>"))
     assert "2/verification.json: gpu-tests.xml: failed" in "".join(project.decide().failed)

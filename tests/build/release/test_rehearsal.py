@@ -34,6 +34,9 @@ WHEEL = f"flash_attn_deterministic-{VERSION}"
 REAL = os.environ.get("FLASH_ATTN_REHEARSAL", "")
 
 
+NEVER_FAILED = 'case "$*" in *predicate-type*) echo no attestations found >&2; exit 1;; esac'
+
+
 @pytest.fixture
 def out(project: Project) -> Path:
     return project.root / "build" / "release"
@@ -140,6 +143,24 @@ def test_nothing_of_the_gpu_machine_is_published_but_the_report(
     assert "script" not in (out / "notes.md").read_text()
 
 
+def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
+    project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gh(NEVER_FAILED)
+    name = "\x1b[2J\n::set-output name=x::y\n##[error]"
+    project.add_report(name, status="failed")
+    project.add_report(f"::warning::{name}", wheel=OTHER_WHEEL)
+    assert run(project, "--attested", "o/n", "c0ffee", TAG) == RefusedError.exit_code
+    said = capsys.readouterr().err.splitlines()
+    said += json.loads((out.parent / release.RESULT).read_text())["failedTests"]
+    assert any("is of no wheel of this release" in line for line in said)
+    for line in said:
+        assert line.isprintable()
+        assert line.isascii()
+        assert not line.strip().startswith("::")
+        assert "##[" not in line
+
+
 def test_text_of_others_is_shown_as_it_is() -> None:
     assert release._plain("a|b\n<img>`x`[y](z)") == r"a\|b &lt;img&gt;\`x\`\[y\](z)"
 
@@ -162,8 +183,7 @@ def test_the_wheels_must_be_those_of_the_policy(
 def test_attestations_are_asked_for_before_anything_is_read(
     project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    never = 'case "$*" in *predicate-type*) echo no attestations found >&2; exit 1;; esac'
-    calls = gh(never)
+    calls = gh(NEVER_FAILED)
     attested = ("--attested", "o/n", "c0ffee", TAG)
     assert run(project, *attested) == 0
     assert calls.read_text().count(f"--source-digest=c0ffee --source-ref=refs/tags/{TAG}") == 2
@@ -173,7 +193,7 @@ def test_attestations_are_asked_for_before_anything_is_read(
     assert run(project) == 0
     assert run(project, *attested) == RefusedError.exit_code
     assert "is of no wheel of this release" in capsys.readouterr().err
-    gh(never.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
+    gh(NEVER_FAILED.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
     assert run(project, *attested) == RefusedError.exit_code
     gh("exit 1")
     assert run(project, *attested) == RefusedError.exit_code
@@ -214,7 +234,7 @@ def test_from_the_tag_to_pip_install(
     recorded = json.loads((ROOT / "docs" / "results" / "verification.json").read_text())
     proof = {key: recorded[key] for key in ("sections", "environment")}
     release_samples.write_report(project.wheel, project.report_path, **proof)
-    modules = dict.fromkeys(gpu_test_modules(root, POLICY), "")
+    modules = gpu_test_modules(root, POLICY)
     tests, sha256 = project.report_path.with_name("gpu-tests.xml"), sha256_of(project.wheel)
     release_samples.write_gpu_tests(tests, sha256, modules)
     release_samples.write_ptx_run(project)

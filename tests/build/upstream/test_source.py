@@ -57,20 +57,9 @@ def test_cache_is_filled_once_and_again_where_it_is_damaged(
     assert tree_of(first.parent) == {f"{pin.sha256}.tar.gz": archive.read_bytes()}
 
 
-@pytest.mark.parametrize(
-    ("failure", "expected"),
-    [
-        (ToolchainError("x"), ToolchainError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ToolchainError),
-    ],
-    ids=["network", "interrupt", "full"],
-)
-def test_nothing_half_written_stays(
-    pin: Pin, tmp_path: Path, network: Mock, failure: BaseException, expected: Any
-) -> None:
-    network.side_effect = failure
-    with pytest.raises(expected):
+def test_nothing_half_written_stays(pin: Pin, tmp_path: Path, network: Mock) -> None:
+    network.side_effect = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(ToolchainError, match="No space left"):
         find_archive(pin, {"XDG_CACHE_HOME": str(tmp_path)})
     assert tree_of(tmp_path / "flash-attn-deterministic") == {}
 
