@@ -15,6 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
+from unearth import Link, PackageFinder
+from unearth.auth import MultiDomainBasicAuth
+from unearth.errors import HashMismatchError, UnpackError
+from unearth.fetchers import PyPIClient
+from unearth.preparer import download_link
+
 from ..errors import RefusedError, SettingError, ToolchainError
 from .pin import Pin
 
@@ -41,9 +48,6 @@ def pip_options() -> dict[str, str]:
 
 def finder_for(options: dict[str, str], bad_answers: list[str]) -> Any:
     """unearth's finder with pip's options; notes a line for each bad answer of a server."""
-    from unearth import Link, PackageFinder
-    from unearth.auth import MultiDomainBasicAuth
-    from unearth.fetchers import PyPIClient
 
     def note(response: Any) -> None:  # unearth takes any bad status for an empty page
         if response.status_code >= 400 and response.status_code != 404:
@@ -83,17 +87,10 @@ def download(pin: Pin, folder: Path) -> Path:
     """Finds the pinned archive: returns a file of the pinned hash, in the folder or on a disk.
 
     Raises:
-        ToolchainError: No source has the archive, or `unearth` is not installed.
+        ToolchainError: No source has the archive.
         RefusedError: Sources have an archive of this name and version, with other bytes.
         SettingError: A setting of pip's cannot be used.
     """
-    try:
-        import httpx2
-        from unearth import Link
-        from unearth.errors import HashMismatchError, UnpackError
-        from unearth.preparer import download_link
-    except ImportError as error:
-        raise ToolchainError(f"{error}: `python -m pip install unearth`; {CHECK}") from error
     options, problems, others = pip_options(), list[str](), list[str]()
     try:
         retries = int(options.get("retries", "5"))

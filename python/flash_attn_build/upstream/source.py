@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import RefusedError, SettingError, ToolchainError
 from ..files import replacing, sha256_of
-from .fetch import download
 from .pin import Pin
 
 SOURCE_VARIABLE = "FLASH_ATTENTION_SOURCE"
@@ -47,8 +46,12 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
             return path
         if path.exists():
             print(f"warning: {path}: damaged; fetching it again", file=sys.stderr)
+        from . import fetch  # what is there already needs no unearth
+
         with tempfile.TemporaryDirectory() as folder, replacing(path) as out:
-            out.write(download(pin, Path(folder)).read_bytes())
+            out.write(fetch.download(pin, Path(folder)).read_bytes())
+    except ImportError as error:
+        raise ToolchainError(f"{error}: `python -m pip install unearth`") from error
     except OSError as error:
         raise ToolchainError(
             f"{path}: cannot be written ({error.strerror}); free some space, or set "

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
-from flash_attn_build.upstream import source
+from flash_attn_build.upstream import fetch
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE
 from flash_attn_build.upstream.source import find_archive, placed, read_archive
@@ -21,7 +21,7 @@ from upstream_samples import PREPARED, make_archive
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch, archive: Path) -> Mock:
     """Stands for the network, which has the archive."""
-    monkeypatch.setattr(source, "download", download := Mock(return_value=archive))
+    monkeypatch.setattr(fetch, "download", download := Mock(return_value=archive))
     return download
 
 

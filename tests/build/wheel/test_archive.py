@@ -25,11 +25,6 @@ def test_pack_and_unpack() -> None:
     assert archive.date_of(0) == (1980, 1, 1, 0, 0, 0)
 
 
-def test_the_order_of_the_files_has_no_part_in_it() -> None:
-    again = dict(reversed(CONTENTS.items())) | {f"{INFO}/RECORD": b"another"}
-    assert archive.pack(again, archive.date_of(1_700_000_001)) == WHOLE
-
-
 def test_another_compression_library_has_no_part_in_it(tmp_path: Path) -> None:
     """As where zlib-ng stands in for zlib."""
     program = (
