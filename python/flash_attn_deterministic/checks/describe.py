@@ -36,9 +36,10 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         try:
-            return super().repr_int(x, level)
-        except ValueError:  # thousands of digits
+            repr(x)
+        except ValueError:  # thousands of digits; Python 3.14 would show the object's address
             return f"an int of {x.bit_length()} bits"
+        return super().repr_int(x, level)
 
 
 shown = _Short().repr
