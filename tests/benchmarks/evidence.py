@@ -101,6 +101,9 @@ STEPS = (
     Step("scoreboard", "times", 150, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 20 --jobs 12 "
          "--attention sdpa-flash,sdpa-cudnn,flex,fa3,fa3-one-split,fa3-one-split-served,fa4 "
          "--fa3 {fa3} --fa4 {fa4} --out {out}", ("scoreboard.json", "scoreboard.svg")),
+    # The driver compiles every kernel at its first call.
+    Step("ptx", "times", 480, "-m tests.gpu.ptx --wheel {wheel} --out {out}",
+         ("verification-compute_80.json",), needs="elftools"),
     Step("vllm", "times", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
          "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),
     Step("tests", "tests", 240, f'{_PYTEST} -n 12 -m "not slow"'),

@@ -1,7 +1,5 @@
 """Makes of a release's wheel one that holds its PTX alone, for a run on a GPU that is newer.
 
-    python -m flash_attn_build.wheel.only_ptx dist/X.whl build/ptx80
-
 The driver compiles PTX only where a library holds no machine code for its GPU. The PTX stays to the
 byte. A fat binary without any, of kernels for one generation alone, gets that of another one, so
 that it can be loaded; `verify` sets FLASH_ATTENTION_FAMILY=sm80, so that none of these is called.
@@ -11,13 +9,12 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
-from ..errors import RefusedError, exit_status
+from ..errors import RefusedError
 from . import archive, cubins
 from .check import BUILD_INFO, LIBRARY
 
@@ -53,7 +50,3 @@ def convert(wheel: Path, folder: Path) -> Path:
     made = folder / wheel.name
     made.write_bytes(archive.pack(contents, date))
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(exit_status(lambda: print(convert(Path(sys.argv[1]), Path(sys.argv[2])))))
