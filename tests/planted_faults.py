@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.contract.sizes import Config
 
 OURS = Attention.installed()
+FUNCTIONS = ("dense", "varlen", "kvcache")
 Change = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
@@ -56,43 +57,49 @@ def caught(fault: Fault, config: Config, device: str) -> dict[str, bool]:
 # --- what is asked for ---------------------------------------------------------------------------
 
 
-def asked(change: Change, *names: str) -> Attention:
-    """The package's functions, called with other arguments; of those names, or of all."""
+def replaced(
+    run: Callable[[Callable[..., Any], dict[str, Any]], Any], names: Iterable[str]
+) -> Attention:
+    """Other functions of those names; `run` takes the package's, and all arguments by name."""
 
-    def wrap(name: str) -> Callable[..., Any]:
-        function = getattr(OURS, name)
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
-        @functools.wraps(function)
         def changed(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return function(**{**bound.arguments, **(change(dict(bound.arguments)) or {})})
+            return run(function, dict(bound.arguments))
 
         return changed
 
-    wrapped = {name: wrap(name) for name in names or ("dense", "varlen", "kvcache")}
-    return dataclasses.replace(OURS, **wrapped)
+    return dataclasses.replace(OURS, **{name: wrap(getattr(OURS, name)) for name in names})
+
+
+def asked(change: Change, *names: str) -> Attention:
+    """The package's functions, called with other arguments; of those names, or of all."""
+    return replaced(lambda function, a: function(**{**a, **(change(a) or {})}), names or FUNCTIONS)
+
+
+def argument(name: str, change: Callable[[Any], Any], *names: str) -> Attention:
+    """The package's functions that take an argument, with another value where it is given."""
+    own = [n for n in names or FUNCTIONS if name in inspect.signature(getattr(OURS, n)).parameters]
+    return asked(lambda a: {} if a[name] is None else {name: change(a[name])}, *own)
 
 
 def window(change: Callable[[int, int], tuple[int, int]]) -> Attention:
-    return asked(lambda a: {"window_size": change(*a["window_size"])})
+    return argument("window_size", lambda sides: change(*sides))
 
 
-def slopes(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Attention:
-    return asked(lambda a: {"alibi_slopes": change(a["alibi_slopes"])})
-
-
-def sinks(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor | None]) -> Attention:
-    def changed(a: dict[str, Any]) -> dict[str, Any]:
-        given = a["learnable_sink"]
-        return {} if given is None else {"learnable_sink": change(given, a)}
-
-    return asked(changed)
+slopes = functools.partial(argument, "alibi_slopes")
+sinks = functools.partial(argument, "learnable_sink")
 
 
 def times(name: str, factor: float) -> Attention:
-    return asked(lambda a: {name: a[name] * factor})
+    return argument(name, lambda value: value * factor)
+
+
+def nothing(value: Any) -> None:
+    """What is given is dropped."""
 
 
 def default_scale(a: Mapping[str, Any]) -> float:
@@ -100,8 +107,9 @@ def default_scale(a: Mapping[str, Any]) -> float:
     return float(a["q"].shape[-1] ** -0.5 if given is None else given)
 
 
-def negated_scores(a: dict[str, Any]) -> dict[str, Any]:
-    return {"q": -a["q"]}
+def scaled_sinks(a: dict[str, Any]) -> dict[str, Any]:
+    sinks = a["learnable_sink"]
+    return {} if sinks is None else {"learnable_sink": sinks * default_scale(a)}
 
 
 def kv_heads(order: Callable[[int], list[int]], *names: str) -> Attention:
@@ -128,11 +136,9 @@ def shifted(a: dict[str, Any], side: str) -> dict[str, Any]:
     return {f"cu_seqlens_{side}": starts, f"max_seqlen_{side}": a[f"max_seqlen_{side}"] + 1}
 
 
-def without_last_element(a: dict[str, Any]) -> dict[str, Any]:
+def without_last_element(q: torch.Tensor) -> torch.Tensor:
     """The last element of each head counts as padding."""
-    q = a["q"].clone()
-    q[..., -1] = 0
-    return {"q": q}
+    return torch.cat([q[..., :-1], torch.zeros_like(q[..., -1:])], -1)
 
 
 # --- what comes back -----------------------------------------------------------------------------
@@ -140,19 +146,7 @@ def without_last_element(a: dict[str, Any]) -> dict[str, Any]:
 
 def returned(change: Callable[..., Any], *names: str) -> Attention:
     """The package's functions; `change` takes their result, arguments and itself."""
-
-    def wrap(name: str) -> Callable[..., Any]:
-        function = getattr(OURS, name)
-        signature = inspect.signature(function)
-
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return change(function(*args, **kwargs), dict(bound.arguments), function)
-
-        return changed
-
-    return dataclasses.replace(OURS, **{name: wrap(name) for name in names or ("dense",)})
+    return replaced(lambda function, a: change(function(**a), a, function), names or ("dense",))
 
 
 def dropout(change: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Attention:
@@ -215,11 +209,7 @@ class Gradient(torch.autograd.Function):
 
 
 def gradient(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
-    return asked(
-        lambda a: {name: Gradient.apply(a[name], change)},  # type: ignore[no-untyped-call]
-        "dense",
-        "varlen",
-    )
+    return argument(name, lambda t: Gradient.apply(t, change), "dense", "varlen")  # type: ignore[no-untyped-call]
 
 
 def residual(factor: float) -> Attention:
@@ -239,7 +229,7 @@ def residual(factor: float) -> Attention:
     return returned(wrong)
 
 
-def cache(change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> Attention:
+def cache(change: Change) -> Attention:
     return asked(change, "kvcache")
 
 
@@ -267,21 +257,11 @@ def lse(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Atten
 
 
 def dlse(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
-    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
-        if not isinstance(result, tuple) or not result[1].requires_grad:
-            return result
-        return (result[0], Gradient.apply(result[1], change), *result[2:])  # type: ignore[no-untyped-call]
-
-    return returned(wrong, "dense", "varlen")
-
-
-def last_column(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor[..., :-1], torch.zeros_like(tensor[..., -1:])], -1)
+    return lse(lambda t, a: Gradient.apply(t, change) if t.requires_grad else t)  # type: ignore[no-untyped-call]
 
 
 # --- the table -----------------------------------------------------------------------------------
 
-FUNCTIONS = ("dense", "varlen", "kvcache")
 RIGHT = ("window", "window-right", "everything")
 CAUSAL = ("causal", "softcap", "alibi")
 SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal")
@@ -362,27 +342,25 @@ FAULTS: tuple[Fault, ...] = (
     Fault("scale: the default for a given one", asked(lambda a: {"softmax_scale": None}),
           ("scale",)),
     Fault("scale: doubled", asked(lambda a: {"softmax_scale": 2 * default_scale(a)})),
-    Fault("scale: negated", asked(negated_scores), ("full", "causal", "scale")),
+    Fault("scale: negated", argument("q", torch.neg), ("full", "causal", "scale")),
     Fault("softcap: dropped", times("softcap", 0.0), SOFTCAP, ("dense", "packed", "cache")),
     Fault("softcap: doubled", times("softcap", 2.0), SOFTCAP),
-    Fault("softcap: negated", asked(negated_scores), SOFTCAP),
+    Fault("softcap: negated", argument("q", torch.neg), SOFTCAP),
     Fault("softcap: a tenth too large", times("softcap", 1.1), SOFTCAP),
-    Fault("alibi: dropped", slopes(lambda t: None), ALIBI, ("dense", "packed", "cache")),
-    Fault("alibi: doubled", slopes(lambda t: t if t is None else 2 * t), ALIBI),
-    Fault("alibi: negated", slopes(lambda t: t if t is None else -t), ALIBI),
-    Fault("alibi: slopes of the next head",
-          slopes(lambda t: t if t is None else t.roll(1, -1)), ALIBI),
+    Fault("alibi: dropped", slopes(nothing), ALIBI, ("dense", "packed", "cache")),
+    Fault("alibi: doubled", slopes(lambda t: 2 * t), ALIBI),
+    Fault("alibi: negated", slopes(torch.neg), ALIBI),
+    Fault("alibi: slopes of the next head", slopes(lambda t: t.roll(1, -1)), ALIBI),
     Fault("alibi: slopes of the first sequence",
-          slopes(lambda t: t if t is None else t[:1].expand_as(t).contiguous()), ALIBI),
+          slopes(lambda t: t[:1].expand_as(t).contiguous()), ALIBI),
     Fault("alibi: distances from 1",
           lse(lambda t, a: t if a["alibi_slopes"] is None else t - a["alibi_slopes"][..., None]),
           ALIBI),
-    Fault("sink: dropped", sinks(lambda t, a: None), SINK,
-          ("dense", "packed", "cache", "pages", "append")),
-    Fault("sink: doubled", sinks(lambda t, a: 2 * t), SINK),
-    Fault("sink: negated", sinks(lambda t, a: -t), SINK),
-    Fault("sink: of the next head", sinks(lambda t, a: t.roll(1)), SINK),
-    Fault("sink: scaled as scores are", sinks(lambda t, a: t * default_scale(a)), SINK),
+    Fault("sink: dropped", sinks(nothing), SINK, ("dense", "packed", "cache", "pages", "append")),
+    Fault("sink: doubled", sinks(lambda t: 2 * t), SINK),
+    Fault("sink: negated", sinks(torch.neg), SINK),
+    Fault("sink: of the next head", sinks(lambda t: t.roll(1)), SINK),
+    Fault("sink: scaled as scores are", asked(scaled_sinks), SINK),
     *(Fault(f"dsink: {name}", gradient("learnable_sink", change), SINK, ("dense",), ("dsink",))
       for name, change in list(CHANGES.items())[:3]),
     # dropout
@@ -406,75 +384,59 @@ FAULTS: tuple[Fault, ...] = (
     Fault("padding: scale of the padded head dim",
           asked(lambda a: {"softmax_scale": (-a["q"].shape[-1] // 32 * -32) ** -0.5}),
           ("full", "causal"), ("dense", "packed", "cache"), configs=PADDED),
-    Fault("padding: scores without the last element", asked(without_last_element),
+    Fault("padding: scores without the last element", argument("q", without_last_element),
           ("full", "causal"), ("dense", "packed", "cache"), configs=PADDED),
-    Fault("padding: values without the last element", out(last_column), ("full", "causal"),
+    Fault("padding: values without the last element", out(without_last_element), ("full", "causal"),
           ("dense", "packed", "cache"), configs=PADDED),
     # layouts
-    Fault("packed: queries shifted",
-          asked(lambda a: shifted(a, "q"), "varlen"), (),
+    Fault("packed: queries shifted", asked(lambda a: shifted(a, "q"), "varlen"), (),
           ("packed", "padded", "packed-pages")),
-    Fault("packed: keys shifted",
-          asked(lambda a: shifted(a, "k"), "varlen"), (),
+    Fault("packed: keys shifted", asked(lambda a: shifted(a, "k"), "varlen"), (),
           ("packed", "padded")),
-    Fault("padded: a key too many",
-          asked(lambda a: {"seqused_k": a["seqused_k"] + 1}, "varlen"), (), ("padded",)),
-    Fault("padded: a key too few",
-          asked(lambda a: {"seqused_k": a["seqused_k"] - 1}, "varlen"), (), ("padded",)),
+    Fault("padded: a key too many", argument("seqused_k", lambda t: t + 1), (), ("padded",)),
+    Fault("padded: a key too few", argument("seqused_k", lambda t: t - 1), (), ("padded",)),
     # A window hides the beginning of long sequences.
-    Fault("padded: its beginning dropped", asked(lambda a: {"leftpad_k": None}, "varlen"),
+    Fault("padded: its beginning dropped", argument("leftpad_k", nothing),
           ("full", "causal"), ("padded",)),
-    Fault("padded: its beginning shifted",
-          asked(lambda a: {"leftpad_k": a["leftpad_k"] + 1}, "varlen"),
+    Fault("padded: its beginning shifted", argument("leftpad_k", lambda t: t + 1),
           ("full", "causal"), ("padded",)),
-    Fault("padded: lengths dropped", asked(lambda a: {"seqused_k": None}, "varlen"), (),
-          ("padded",)),
-    Fault("pages: shifted",
-          asked(lambda a: {"block_table": a["block_table"].roll(1, 1)}, "varlen", "kvcache"), (),
+    Fault("padded: lengths dropped", argument("seqused_k", nothing), (), ("padded",)),
+    Fault("pages: shifted", argument("block_table", lambda t: t.roll(1, 1)), (), IN_PAGES),
+    Fault("pages: of the next sequence", argument("block_table", lambda t: t.roll(1, 0)), (),
           IN_PAGES),
-    Fault("pages: of the next sequence",
-          asked(lambda a: {"block_table": a["block_table"].roll(1, 0)}, "varlen", "kvcache"), (),
+    Fault("pages: in the order of storage", argument("block_table", lambda t: t.sort(1)[0]), (),
           IN_PAGES),
-    Fault("pages: in the order of storage",
-          asked(lambda a: {"block_table": a["block_table"].sort(1)[0]}, "varlen", "kvcache"), (),
-          IN_PAGES),
-    Fault("cache: a key too many",
-          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] + 1}), (), IN_CACHE),
-    Fault("cache: a key too few",
-          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] - 1}), (), IN_CACHE),
-    Fault("cache: lengths dropped", cache(lambda a: {"cache_seqlens": None}), (),
+    Fault("cache: a key too many", argument("cache_seqlens", lambda t: t + 1), (), IN_CACHE),
+    Fault("cache: a key too few", argument("cache_seqlens", lambda t: t - 1), (), IN_CACHE),
+    Fault("cache: lengths dropped", argument("cache_seqlens", nothing), (),
           ("cache", "cache-places")),
-    Fault("cache: padding dropped", cache(lambda a: {"cache_leftpad": None}),
+    Fault("cache: padding dropped", argument("cache_leftpad", nothing),
           ("full", "causal"), ("cache-places",)),
-    Fault("cache: padding shifted",
-          cache(lambda a: {"cache_leftpad": a["cache_leftpad"] + 1}), ("full", "causal"),
+    Fault("cache: padding shifted", argument("cache_leftpad", lambda t: t + 1), ("full", "causal"),
           ("cache-places",)),
-    Fault("cache: places dropped", cache(lambda a: {"cache_batch_idx": None}), (),
-          ("cache-places",)),
-    Fault("cache: places negated",
-          cache(lambda a: {"cache_batch_idx": a["cache_batch_idx"].flip(0)}), (),
+    Fault("cache: places dropped", argument("cache_batch_idx", nothing), (), ("cache-places",)),
+    Fault("cache: places negated", argument("cache_batch_idx", lambda t: t.flip(0)), (),
           ("cache-places",)),
     # appending
     Fault("append: not written", cache(forgetful), (), APPEND, ("k_new", "v_new")),
     Fault("append: doubled", cache(lambda a: {n: 2 * a[n] for n in "kv"}), (), APPEND),
-    Fault("append: keys negated", cache(lambda a: {"k": -a["k"]}), (), APPEND),
-    Fault("append: values negated", cache(lambda a: {"v": -a["v"]}), (), APPEND),
+    Fault("append: keys negated", argument("k", torch.neg, "kvcache"), (), APPEND),
+    Fault("append: values negated", argument("v", torch.neg, "kvcache"), (), APPEND),
     Fault("append: in the wrong order", cache(lambda a: {n: a[n].flip(1) for n in "kv"}), (),
           APPEND),
-    Fault("append: a place too late",
-          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] + 1}), (), APPEND),
+    Fault("append: a place too late", argument("cache_seqlens", lambda t: t + 1), (), APPEND),
     Fault("rotary: dropped",
           cache(lambda a: {"rotary_cos": torch.ones_like(a["rotary_cos"]),
                            "rotary_sin": torch.zeros_like(a["rotary_sin"])}), (), ROTARY),
     Fault("rotary: doubled",
           cache(lambda a: {"rotary_cos": a["rotary_cos"] ** 2 - a["rotary_sin"] ** 2,
                            "rotary_sin": 2 * a["rotary_cos"] * a["rotary_sin"]}), (), ROTARY),
-    Fault("rotary: negated", cache(lambda a: {"rotary_sin": -a["rotary_sin"]}), (), ROTARY),
+    Fault("rotary: negated", argument("rotary_sin", torch.neg), (), ROTARY),
     Fault("rotary: shifted",
           cache(lambda a: {n: a[n].roll(-1, 0) for n in ("rotary_cos", "rotary_sin")}), (),
           ROTARY),
     Fault("rotary: the other pairs",
-          cache(lambda a: {"rotary_interleaved": not a["rotary_interleaved"]}), (), ROTARY),
+          argument("rotary_interleaved", lambda flag: not flag), (), ROTARY),
     *(Fault(f"residual: {name}", residual(factor), ("residual",))
       for name, factor in (("dropped", 0.0), ("doubled", 2.0), ("negated", -1.0))),
 )  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from bits import all_equal
 from flash_attn_deterministic.verify.contract import Attention, size_of
-from flash_attn_deterministic.verify.contract.call import Call
+from flash_attn_deterministic.verify.contract.call import Call, Tensors
 from flash_attn_deterministic.verify.contract.check import case_of, make
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -39,6 +41,24 @@ def drawn(feature: str, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int 
     case, shape = case_of(head_dim, "bf16", feature, {}), {"seqlen_q": seqlen_q, "batch": batch}
     size = size_of("cpu", quick=False)
     return make(case, Attention.installed(), size, seqlen_k=seqlen_k, nheads=4, **shape)
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Whether results of the same names have the same bits."""
+    return all_equal(left.values(), [right[name] for name in left])
+
+
+# How the reference cuts its work.
+tiles = pytest.mark.parametrize(
+    ("elements", "rows"),
+    [
+        # One row at a time skips every block that is hidden from it; all rows at once go through
+        # each block that one of them sees.
+        pytest.param(1, 1, id="row-by-row"),
+        pytest.param(3000, 7, id="odd-cut"),
+        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
+    ],
+)
 
 
 def normal_like(tensor: torch.Tensor, seed: int = 17) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import drawn
+from attention_cases import drawn, same, tiles
 from bits import all_equal
 from flash_attn_deterministic.reference import (
     attention,
@@ -22,11 +22,6 @@ from flash_attn_deterministic.verify.features import OF_CONTRACT
 # Ragged, with empty sequences of either kind; more queries than keys, fewer, and as many.
 RAGGED = [(0, 5), (17, 17), (1, 65), (3, 0), (0, 0), (64, 63), (16, 129), (20, 7), (1, 65)]
 features = pytest.mark.parametrize("feature", OF_CONTRACT)
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    """Whether results of the same names have the same bits."""
-    return all_equal(left.values(), [right[name] for name in left])
 
 
 def seeded(call: Call) -> Tensors:
@@ -50,14 +45,7 @@ def test_packed_is_dense(feature: str, order: int) -> None:
 
 
 @features
-@pytest.mark.parametrize(
-    ("elements", "rows"),
-    [
-        pytest.param(1, 1, id="row-by-row"),
-        pytest.param(3000, 7, id="odd-cut"),
-        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
-    ],
-)
+@tiles
 def test_tiles(feature: str, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = drawn(feature, 2, 20, 37)
     usual = call.gradients()

@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import drawn
+from attention_cases import drawn, same, tiles
 from bits import all_equal, bits_equal
 from flash_attn_deterministic.reference import State, attention, batch, forward, merge_state
-from flash_attn_deterministic.verify.contract.call import Tensors, garbage, part
+from flash_attn_deterministic.verify.contract.call import garbage, part
 from flash_attn_deterministic.verify.features import CAUSAL, OF_CONTRACT
 
 features = pytest.mark.parametrize("feature", OF_CONTRACT)
 causal_features = pytest.mark.parametrize(
     "feature", [name for name in OF_CONTRACT if name in CAUSAL]
 )
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    """Whether results of the same names have the same bits."""
-    return all_equal(left.values(), [right[name] for name in left])
 
 
 # --- chunk --------------------------------------------------------------------------------------
@@ -102,16 +97,7 @@ def test_slopes_per_head_are_slopes_per_batch_and_head(feature: str) -> None:
 
 @features
 @pytest.mark.parametrize("length", [17, 63, 64, 65, 129], ids=lambda length: f"L{length}")
-@pytest.mark.parametrize(
-    ("elements", "rows"),
-    [
-        # One row at a time skips every block that is hidden from it; all rows at once go through
-        # each block that one of them sees.
-        pytest.param(1, 1, id="row-by-row"),
-        pytest.param(3000, 7, id="odd-cut"),
-        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
-    ],
-)
+@tiles
 def test_tiles(
     feature: str, length: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
