@@ -116,21 +116,16 @@ def check_device(device: str) -> None:
     Raises:
         NotInstalledError: there is none, and the device is "cuda".
     """
+    from ..info.collect import collect
     from .installed import NotInstalledError
 
     if device == "cpu":
         return
-    import torch
-
-    from ..checks.kernels import device_problem
-    from ..ops import library
-
-    if not torch.cuda.is_available():
-        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise NotInstalledError(
-            f"--device cuda: torch {torch.__version__} {why}; use a machine with an NVIDIA GPU, or "
-            "--device cpu"
-        )
-    problem = library.kernels_missing or device_problem(0)
+    found = collect()
+    if found.devices:
+        problem = found.devices[0].reason
+    else:
+        why = found.kernels_missing or f"torch {found.torch_version} finds no CUDA device"
+        problem = f"{why}; use a machine with an NVIDIA GPU, or --device cpu"
     if problem:
         raise NotInstalledError(f"--device cuda: {problem}")

@@ -61,39 +61,21 @@ def read_wheel(path: Path) -> Wheel:
     Raises:
         FileError: it is not.
     """
-    if not path.is_file():
-        raise FileError(f"--wheel: {path} is not a file")
-    if path.suffix != ".whl":
-        raise FileError(f"--wheel: expected a file that ends in .whl, got {path.name}")
+    if not path.is_file() or path.suffix != ".whl":
+        raise FileError(f"--wheel: expected a file that ends in .whl, got {path}")
     try:
-        project = _project(path)
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # compares all checksums
+                raise FileError(f"--wheel: {path.name} is damaged at {damaged}")
+        found = next(iter(metadata.distributions(path=[str(path)])), None)
+        project = (found and found.name) or "nothing known"
     except FileError:
         raise
-    except Exception as error:  # zipfile's own, and others of a damaged directory
-        raise FileError(f"--wheel: {path.name} is not a wheel ({error})") from error
+    except Exception as error:  # zipfile's own, and whatever a decompressor raises
+        raise FileError(f"--wheel: {path.name} is damaged, or not a wheel ({error!r})") from error
     if project.lower().replace("_", "-") != NAME:
-        raise FileError(
-            f"--wheel: {path.name} is a wheel of {project or 'nothing known'}, not of {NAME}"
-        )
+        raise FileError(f"--wheel: {path.name} is a wheel of {project}, not of {NAME}")
     return Wheel(path, hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def _project(path: Path) -> str:
-    """Reads a wheel through, which compares all checksums; returns the name of its project, or
-    "".
-    """
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            try:
-                with archive.open(name) as file:
-                    while file.read(2**20):
-                        pass
-            # Cut off, encrypted, compressed in an unknown way; or whatever a decompressor raises.
-            except Exception as error:
-                raise FileError(
-                    f"--wheel: {path.name} is damaged at {name} ({error or type(error).__name__})"
-                ) from error
-    return next((found.name or "" for found in metadata.distributions(path=[str(path)])), "")
 
 
 def inspect(wheel: Wheel | None) -> Installed:

@@ -9,6 +9,7 @@ from typing import Any
 from .shared import commands
 
 
+@enum.unique
 class Exit(enum.IntEnum):
     """Exit status of `flash-attn-deterministic verify`. 1 is any other error of the package."""
 

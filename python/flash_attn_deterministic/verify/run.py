@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import sys
 import time
@@ -228,12 +227,6 @@ def _worst(rows: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...],
     worst: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)
-        if key not in worst or _height(row) > _height(worst[key]):
+        if key not in worst or row["ratio"] > worst[key]["ratio"]:  # none is a NaN: see bounds
             worst[key] = row
     return worst
-
-
-def _height(row: Mapping[str, Any]) -> float:
-    """Returns what to order by: a ratio that is no number is above all."""
-    ratio = float(row["ratio"])
-    return ratio if math.isfinite(ratio) else math.inf

@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,9 +19,10 @@ import pytest
 import torch
 from flash_attn_deterministic import build_info as record
 from flash_attn_deterministic.__main__ import main
-from flash_attn_deterministic.verify import environment, installed, outcome, tasks
+from flash_attn_deterministic.info import collect
+from flash_attn_deterministic.verify import environment, installed, outcome, report, tasks
 from flash_attn_deterministic.verify import supervisor as supervisors
-from flash_attn_deterministic.verify.installed import Installed
+from flash_attn_deterministic.verify.installed import Installed, NotInstalledError
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.run import Run
 from jsonschema import Draft202012Validator
@@ -115,11 +116,7 @@ def test_the_gravest_failed_section_decides(failed: str, expected: Exit) -> None
     assert outcome.exit_status(sections, complete=True) == expected
 
 
-def test_exit_statuses_are_distinct() -> None:
-    assert len({int(status) for status in Exit}) == len(Exit)
-
-
-def raising(exception: type[BaseException]) -> Callable[..., Any]:
+def raising(exception: BaseException | type[BaseException]) -> Callable[..., Any]:
     def run(*arguments: object) -> None:
         raise exception
 
@@ -154,19 +151,44 @@ def test_interrupted_before_the_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_again_while_the_report_is_written(
+@pytest.mark.parametrize(
+    ("ends", "raised", "status", "words"),
+    [
+        pytest.param(
+            KeyboardInterrupt,
+            KeyboardInterrupt,
+            Exit.INTERRUPTED,
+            "interrupted\n",
+            id="ctrl-c-twice",
+        ),
+        pytest.param(
+            None,
+            OSError(errno.ENOSPC, "No space left"),
+            Exit.REPORT,
+            "No space left",
+            id="full-disk",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_finished_says_that_it_is_not_the_whole(
+    ends: type[BaseException] | None,
+    raised: BaseException,
+    status: Exit,
+    words: str,
     stand_in: type[StandIn],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupted() -> dict[str, Any]:
-        monkeypatch.setattr(os, "fsync", raising(KeyboardInterrupt))
-        raise KeyboardInterrupt
+    def last() -> dict[str, Any]:
+        monkeypatch.setattr(os, "fsync", raising(raised))
+        if ends is not None:
+            raise ends
+        return {}
 
-    stand_in.instead["decode"] = interrupted
-    assert verify(tmp_path) == Exit.INTERRUPTED
-    assert capsys.readouterr().err.endswith("interrupted\n")
+    stand_in.instead["accuracy"] = last
+    assert verify(tmp_path) == status
+    assert words in capsys.readouterr().err
     assert read(tmp_path)["complete"] is False
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -174,7 +196,7 @@ def test_interrupted_again_while_the_report_is_written(
 @pytest.mark.parametrize(
     ("failed", "status"), [("", Exit.REPORT), ("accuracy", Exit.ACCURACY)], ids=["passed", "failed"]
 )
-def test_a_page_that_cannot_be_made(
+def test_a_page_that_cannot_be_made_does_not_cost_the_results(
     stand_in: type[StandIn],
     failed: str,
     status: Exit,
@@ -183,15 +205,21 @@ def test_a_page_that_cannot_be_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def broken(*arguments: Any) -> str:
-        raise TypeError("unsupported format")
+        raise TypeError("unsupported <format>")
 
     stand_in.instead[failed] = lambda: {"status": "failed"}
-    monkeypatch.setattr("flash_attn_deterministic.verify.report.markdown", broken)
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.html", broken)
     assert verify(tmp_path) == status
-    assert read(tmp_path)["complete"] is True
+    record = read(tmp_path)
+    assert (record["status"], record["complete"]) == ("failed" if failed else "passed", True)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: verification.md and .html could not be made (TypeError: unsup")
     assert error.endswith("verification.json has the results")
+    assert "unsupported &lt;format&gt;" in (tmp_path / "verification.html").read_text()
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        assert "The results are in verification.json" in text
+        assert "passed" not in text
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -199,41 +227,6 @@ def test_unwritable_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "file").write_text("")
     assert verify(tmp_path / "file" / "out") == Exit.REPORT
     assert "choose another folder with --out" in capsys.readouterr().err
-
-
-def test_disk_full_at_the_end(
-    stand_in: type[StandIn],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def then_full() -> dict[str, Any]:
-        monkeypatch.setattr(os, "fsync", full)
-        return {}
-
-    stand_in.instead["accuracy"] = then_full
-    assert verify(tmp_path) == Exit.REPORT
-    assert "No space left on device" in capsys.readouterr().err
-    # What is there says that it is not the whole.
-    assert read(tmp_path)["complete"] is False
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_damaged_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "flash_attn_deterministic-0.1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("code.so", bytes(range(256)) * 16)
-    content = bytearray(path.read_bytes())
-    content[37:45] = b"\xff" * 8
-    path.write_bytes(content)
-    assert verify(tmp_path / "out", "--wheel", str(path)) == Exit.USAGE
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --wheel: {path.name} is damaged at code.so (")
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +246,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("--device tpu", "invalid choice: 'tpu'"),
         ("--ranks 2 --vllm m", "--vllm: not allowed with argument --ranks"),
         ("--ranks 2 --allow-source", "--allow-source: expected together with --wheel"),
-        ("--ranks 2 --wheel no.whl", "--wheel: no.whl is not a file"),
+        ("--wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
+        ("--ranks 2 --wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
     ],
 )
 def test_wrong_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,29 +269,52 @@ def test_no_gpu(
     assert not (tmp_path / "out").exists()
 
 
-def test_source_tree_is_refused_and_allowed_for_developers(
-    stand_in: type[StandIn],
+@pytest.mark.parametrize("reason", ["", "cuda:0 has compute capability 7.5"])
+def test_a_gpu_that_the_wheel_does_not_run_on(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = collect.Device(0, "T4", "7.5", not reason, reason)
+    found = dataclasses.replace(collect.collect(), devices=(device,))
+    monkeypatch.setattr(collect, "collect", lambda: found)
+    with pytest.raises(NotInstalledError, match=reason) if reason else nullcontext():
+        environment.check_device("cuda")
+
+
+SOURCE_TREE = Installed("", True, 0, (), None)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("found", "wheel", "words"),
+    [
+        pytest.param(SOURCE_TREE, [], "runs from a source tree", id="source-tree"),
+        pytest.param(
+            Installed("0.1.0", False, 90, ("a.so: not the bytes of the wheel",), False),
+            ["--wheel", "a.whl"],
+            "a.so: not the bytes of the wheel; install it with pip",
+            id="another-wheel",
+        ),
+    ],
+)
+def test_what_is_not_the_installed_wheel_is_refused(
+    found: Installed,
+    wheel: list[str],
+    words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tree = Installed("", True, 0, (), None)
-    monkeypatch.setattr(installed, "inspect", lambda wheel: tree)
-    assert verify(tmp_path) == Exit.ENVIRONMENT
-    assert "runs from a source tree" in capsys.readouterr().err
-    assert verify(tmp_path, "--allow-source") == Exit.PASSED
-    assert read(tmp_path)["source_tree"] is True
+    monkeypatch.setattr(installed, "inspect", lambda wheel: found)
+    monkeypatch.setattr(installed, "read_wheel", lambda path: installed.Wheel(path, "0" * 64))
+    assert verify(tmp_path, *wheel) == Exit.ENVIRONMENT
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_the_installation_is_of_another_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_developers_may_run_on_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Installed("0.1.0", False, 90, ("a.so: not the bytes of the wheel",), False)
-    monkeypatch.setattr(installed, "inspect", lambda wheel: other)
-    monkeypatch.setattr(installed, "read_wheel", lambda path: installed.Wheel(path, "0" * 64))
-    assert verify(tmp_path, "--wheel", "a.whl") == Exit.ENVIRONMENT
-    assert "a.so: not the bytes of the wheel; install it with pip" in capsys.readouterr().err
+    monkeypatch.setattr(installed, "inspect", lambda wheel: SOURCE_TREE)
+    assert verify(tmp_path, "--allow-source") == Exit.PASSED
+    assert read(tmp_path)["source_tree"] is True
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -318,11 +335,14 @@ def test_a_wheel_without_a_needed_head_dim(monkeypatch: pytest.MonkeyPatch) -> N
         "wheel"
     )
     assert environment.problems("cpu", {}, True) == []
+    (problem,) = environment.problems("cpu", {}, False)
+    assert problem == "the wheel was built with FLASH_ATTENTION_DETERMINISTIC=OFF"
 
 
-def test_an_old_driver_and_a_build_without_the_mode() -> None:
-    found = environment.problems("cpu", {}, False)
-    assert found == ["the wheel was built with FLASH_ATTENTION_DETERMINISTIC=OFF"]
+def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "holds", lambda device: lambda config: True)
+    (problem,) = environment.problems("cuda", {"driver": "449.12"}, True)
+    assert problem.startswith("driver 449.12 is older than ")
 
 
 PLAIN = "80-real 90-real 80-virtual 90-virtual"

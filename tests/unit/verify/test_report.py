@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +103,8 @@ def test_every_failed_section_says_why(tmp_path: Path) -> None:
     assert sections["accuracy"] == "24 of 24 errors are above the limit"
     assert sections["decode"] == "not met: a limit"
     assert None not in sections.values()
+    run.write()
+    assert "✗ 2.50" in (tmp_path / "verification.md").read_text()
 
 
 def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012Validator) -> None:
@@ -121,21 +122,6 @@ def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012V
     assert not list(validator.iter_errors(written(run)))
 
 
-def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validator) -> None:
-    run = cuda_run(tmp_path)
-    result = run.results[tasks.Task("accuracy", "64 bf16")]
-    result["status"] = outcome.FAILED
-    row = {"ratio": float("inf"), "passed": False, "ours": {"largest": float("inf"), "rmse": 0.0}}
-    result["data"]["rows"][0] |= row
-    record = written(run)
-    assert not list(validator.iter_errors(record))
-    (accuracy,) = (s for s in record["sections"] if s["id"] == "accuracy")
-    assert accuracy["data"]["rows"][0]["ratio"] is None
-    assert accuracy["data"]["worst"]["forward"]["ratio"] is None
-    for name in report.NAMES[1:]:
-        assert "✗ not finite" in (tmp_path / name).read_text()
-
-
 def test_a_report_keeps_the_worst_errors_and_those_that_failed(tmp_path: Path) -> None:
     run = cuda_run(tmp_path)
     rows = run.results[tasks.Task("accuracy", "64 bf16")]["data"]["rows"]
@@ -146,14 +132,6 @@ def test_a_report_keeps_the_worst_errors_and_those_that_failed(tmp_path: Path) -
     assert (data["count"], data["failed"], len(data["rows"])) == (27, 2, 25)
     assert data["by_feature"] == {"causal": 0.55, "softcap": 1.2}
     assert {row["ratio"] for row in data["rows"] if not row["passed"]} == {1.1, 1.2}
-
-
-def test_the_worst_error_is_the_one_that_is_no_number(tmp_path: Path) -> None:
-    """Whatever place it has among the others."""
-    run = cuda_run(tmp_path)
-    run.results[tasks.Task("accuracy", "128 bf16")]["data"]["rows"][0]["ratio"] = float("nan")
-    (found,) = (s for s in run.sections() if s["id"] == "accuracy")
-    assert found["data"]["worst"]["forward"]["head_dim"] == 128
 
 
 def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -184,25 +162,6 @@ def test_any_number_may_be_missing(
         text = (tmp_path / name).read_text()
         assert "None" not in text
         assert "not finite" in text
-
-
-def test_a_page_that_cannot_be_made_does_not_cost_the_results(
-    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(record: Any) -> str:
-        raise TypeError("unsupported <format>")
-
-    monkeypatch.setattr("flash_attn_deterministic.verify.report.html", broken)
-    run = cuda_run(tmp_path)
-    record = written(run)
-    assert not list(validator.iter_errors(record))
-    assert (record["status"], record["complete"]) == ("passed", True)
-    assert run.unrendered == "TypeError: unsupported <format>"
-    assert "unsupported &lt;format&gt;" in (tmp_path / "verification.html").read_text()
-    for name in report.NAMES[1:]:
-        text = (tmp_path / name).read_text()
-        assert "The results are in verification.json" in text
-        assert "passed" not in text
 
 
 def test_kernels_that_the_wheel_lacks_are_named(
@@ -236,40 +195,14 @@ def test_a_wheel_with_all_kernels_is_not_said_to_lack_any(tmp_path: Path) -> Non
         assert "Not in the wheel" not in (tmp_path / name).read_text()
 
 
-class Page(HTMLParser):
-    """Looks that tags match and nothing is fetched."""
-
-    VOID = ("meta",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.references += [str(v) for n, v in attrs if n in ("src", "href")]
-        if tag not in self.VOID and tag != "li":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag != "li":
-            assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("failed", [0, 2])
 def test_the_page_needs_nothing_else(tmp_path: Path, failed: int) -> None:
     cuda_run(tmp_path, failed=failed).write()
     text = (tmp_path / "verification.html").read_text()
-    page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert all(name.startswith("#") for name in page.references)
-    assert {f"#{section}" for section in outcome.SECTIONS} <= set(page.references)
+    for tag in {*re.findall(r"<([a-z0-9]+)", text)} - {"meta", "li"}:
+        assert len(re.findall(rf"<{tag}\b", text)) == text.count(f"</{tag}>"), tag
+    references = set(re.findall(r'(?:src|href)="([^"]*)"', text))
+    assert references == {f"#{section}" for section in outcome.SECTIONS}
     assert "url(" not in text
     assert "width=device-width" in text
 
