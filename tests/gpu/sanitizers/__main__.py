@@ -3,9 +3,6 @@
 A tool runs on every head dim at once, each in a process of its own with a log of its own. It has
 passed if every process made all of its calls within the tool's limit and found nothing but what
 `expected` lists. Prints a line for each tool, and writes them to sanitizers.json.
-
-With --controls it asks racecheck and synccheck about controls.cu instead: patterns that
-are right, and that a tool may report all the same. Writes controls.json.
 """
 
 from __future__ import annotations
@@ -149,47 +146,6 @@ def _log(out: Path, tool: str, head_dim: int) -> Path:
     return out / f"{tool}-d{head_dim}.log"
 
 
-def run_controls(
-    out: Path, sanitizer: str, nvcc: str, limit: float = 60.0
-) -> dict[str, dict[str, int | None]]:
-    """Asks the tools about patterns that are right.
-
-    Args:
-        out: folder of the program, of the logs and of controls.json.
-        sanitizer: the program.
-        nvcc: likewise.
-        limit: seconds for each tool on each pattern.
-
-    Returns:
-        By pattern and tool, errors or hazards that it reports; None: no summary, or no end.
-    """
-    program = out / "controls"
-    source = CALLS.with_name("controls.cu")
-    subprocess.run([nvcc, "-arch=sm_90a", "-O3", "-o", str(program), str(source)], check=True)
-    names = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    found: dict[str, dict[str, int | None]] = {}
-    for name in names:
-        for tool in ("racecheck", "synccheck"):
-            command = [sanitizer, "--tool", tool, "--print-limit", "2", str(program), name]
-            path = out / f"{tool}-{name}.log"
-            with path.open("wb") as log:
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-                try:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=limit)
-                finally:
-                    _kill(process)
-            text = path.read_text(encoding="utf-8", errors="replace")
-            counts = [int(error or hazard) for error, hazard in _SUMMARY.findall(text)]
-            found.setdefault(name, {})[tool] = counts[-1] if counts else None
-        print(f"{name:<28} {found[name]}", flush=True)
-        text = json.dumps(found, indent=1)
-        (out / "controls.json").write_text(text + "\n", encoding="utf-8")
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the exit status is 1 if a tool found something or did not finish."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,8 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--limit", type=float, help="seconds for each tool")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
-    parser.add_argument("--controls", action="store_true", help="patterns instead of kernels")
-    parser.add_argument("--nvcc", default=os.environ.get("CUDACXX", "nvcc"), help="for --controls")
     options = parser.parse_args(arguments)
     sanitizer = shutil.which(options.sanitizer)
     if sanitizer is None:
@@ -211,9 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, sanitizer: str) -> int:
-    if options.controls:
-        run_controls(options.out, sanitizer, options.nvcc)
-        return 0
     results = []
     for tool in options.tools:
         limit = LIMITS[tool] if options.limit is None else options.limit
