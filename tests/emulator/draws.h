@@ -1,7 +1,8 @@
-// Random numbers that calls are made of: a seed gives the same call on every machine.
+// What calls are made of: a seed gives the same call on every machine.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <initializer_list>
 #include <random>
 #include <vector>
@@ -18,6 +19,39 @@ Value pick(std::initializer_list<Value> values) {
 }
 
 inline bool chance(int percent) { return draw(1, 100) <= percent; }
+
+inline int about(int length) { return std::max(1, length + draw(-1, 1)); }
+
+// The first place from a pointer on that is a multiple of some bytes.
+template <typename Value>
+Value* aligned(Value* pointer, std::size_t bytes) {
+  return reinterpret_cast<Value*>((reinterpret_cast<uintptr_t>(pointer) + bytes - 1) & -bytes);
+}
+
+// Numbers about as attention sees them; NaN where nothing may be read.
+template <typename Number>
+struct NumbersOf {
+  std::vector<Number> data;
+  explicit NumbersOf(std::size_t count) : data(count + 16, Number(NAN)) {}
+  Number* start() { return aligned(data.data(), 16); }  // as the copy engine wants it
+  void fill(std::size_t first, std::size_t count) {
+    for (std::size_t i = first; i < first + count; ++i) {
+      start()[i] = Number(draw(-1000, 1000) / 500.f);
+    }
+  }
+  float at(std::size_t i) { return static_cast<float>(start()[i]); }
+};
+
+// Strides of contiguous tensors. rows_k: of a sequence of keys, or of a page.
+template <typename Params>
+void set_strides(Params& params, int rows_k) {
+  params.q_head_stride = params.o_head_stride = params.d;
+  params.q_row_stride = params.o_row_stride = static_cast<int64_t>(params.h) * params.d;
+  params.q_batch_stride = params.o_batch_stride = params.q_row_stride * params.seqlen_q;
+  params.k_head_stride = params.v_head_stride = params.d;
+  params.k_row_stride = params.v_row_stride = static_cast<int64_t>(params.h_k) * params.d;
+  params.k_batch_stride = params.v_batch_stride = params.k_row_stride * rows_k;
+}
 
 // How scores are scaled, capped and masked. most_right: the widest window behind a query.
 template <typename Params>

@@ -11,15 +11,11 @@
 #include "sm90/forward/fwd_entry.h"
 #include "sm90/forward/fwd_launch.cuh"
 
-#include "hopper_table.h"  // made by hopper.py
+#include "draws.h"
+#include "elements.h"
 #include "plan.h"
 
 namespace fad {
-
-alignas(1024) char smem[emulator::kSharedBytes];
-namespace sm90 {
-alignas(1024) char memory[16];
-}
 
 // Of the plan at hand.
 struct Seen {
@@ -232,17 +228,10 @@ int main(int, char** arguments) {
   std::map<std::string, long> plans;
   long checked = 0;
   std::vector<char> data(64);
-  auto* const aligned =
-      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data.data()) + 15) & ~15ull);
+  char* const start = aligned(data.data(), 16);
   std::vector<char> scratch_memory(64);
   for (unsigned seed = first; seed < first + count; ++seed) {
-    std::mt19937 source(seed);
-    const auto draw = [&](int low, int high) {
-      return low + static_cast<int>(source() % (high - low + 1));
-    };
-    const auto pick = [&](std::initializer_list<int> of) {
-      return of.begin()[draw(0, static_cast<int>(of.size()) - 1)];
-    };
+    draw_source.seed(seed);
     FwdParams params{};
     params.b = draw(0, 1) ? draw(1, 4) : draw(1, 40);
     params.h_k = pick({1, 1, 2, 4, 8, 3});
@@ -260,14 +249,9 @@ int main(int, char** arguments) {
     params.window_size_right = draw(0, 3) ? 0 : draw(0, 1) ? -1 : draw(0, 100);
     params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
     params.is_seqlens_k_cumulative = true;
-    params.q_ptr = params.k_ptr = params.v_ptr = params.o_ptr = aligned;
-    params.residual = draw(0, 3) ? nullptr : aligned;
-    params.q_head_stride = params.o_head_stride = params.d;
-    params.q_row_stride = params.o_row_stride = static_cast<int64_t>(params.h) * params.d;
-    params.q_batch_stride = params.o_batch_stride = params.q_row_stride * params.seqlen_q;
-    params.k_head_stride = params.v_head_stride = params.d;
-    params.k_row_stride = params.v_row_stride = static_cast<int64_t>(params.h_k) * params.d;
-    params.k_batch_stride = params.v_batch_stride = params.k_row_stride * params.seqlen_k;
+    params.q_ptr = params.k_ptr = params.v_ptr = params.o_ptr = start;
+    params.residual = draw(0, 3) ? nullptr : start;
+    set_strides(params, params.seqlen_k);
     params.kv_batch = params.b;
     params.total_q = params.b * params.seqlen_q;
     params.total_k = params.b * params.seqlen_k;
@@ -325,8 +309,7 @@ int main(int, char** arguments) {
       ++plans["one row block beyond the scratch memory's bound"];
     }
     scratch_memory.resize(std::max(scratch_memory.size(), plan.scratch_bytes + 512));
-    auto* const scratch = reinterpret_cast<char*>(
-        (reinterpret_cast<uintptr_t>(scratch_memory.data()) + 511) & ~511ull);
+    char* const scratch = aligned(scratch_memory.data(), 512);
     seen.scratch = scratch;
     run_plan(plan, params, plan.scratch_bytes > 0 ? scratch : nullptr, nullptr);
     const bool all =

@@ -52,21 +52,17 @@ EXPECTED = (
         r"Race reported between [\s\S]*fwd_sm90_kernel",
         "shared memory of Q is reused for keys, which a warp may clear; the order goes by lane "
         "0, the loading thread and the copy engine, which racecheck does not follow; "
-        "tests.emulator.hopper does, and finds it in order",
+        "tests.emulator does, and finds it in order",
     ),
 )
 _DIFFERENT_LOOPS = (
     "warps with different work meet at a named barrier from different loops, which PTX allows "
-    "and synccheck takes for divergence; {} counts the arrivals at each of its "
+    "and synccheck takes for divergence; tests.emulator counts the arrivals at each of its "
     "barriers, and reports one that waits for a warp that does not come"
 )
 EXCLUDED = (
-    Excluded(
-        "synccheck", HEAD_DIMS, "values_kernel", _DIFFERENT_LOOPS.format("tests.emulator.run")
-    ),
-    Excluded(
-        "synccheck", (192, 256), "bwd_sm90_kernel", _DIFFERENT_LOOPS.format("tests.emulator.hopper")
-    ),
+    Excluded("synccheck", HEAD_DIMS, "values_kernel", _DIFFERENT_LOOPS),
+    Excluded("synccheck", (192, 256), "bwd_sm90_kernel", _DIFFERENT_LOOPS),
 )
 
 

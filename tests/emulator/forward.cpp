@@ -1,6 +1,7 @@
 // Draws calls, runs them through the few-rows kernel of the sm80 family and through each kernel of
-// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [MOST], until MOST of them
-// differ. See hopper.h for what this shows.
+// the Hopper forward, and compares the bits: forward FIRST COUNT [MOST], until MOST of them differ.
+// With FEW, calls have a few queries, and the kernels are those of both paths for these. See
+// emulator.h and hopper.h for what this shows.
 #include "emulator.h"
 
 #include "sm80/fwd.cuh"
@@ -10,13 +11,18 @@
 #include "sm90/forward/fwd_launch.cuh"
 
 #include "draws.h"
-#include "hopper_elements.h"
+#include "elements.h"
 #include "plan.h"
+#if FEW
+#include "sm80/decode/scores_first.cu"
+#endif
 
 namespace fad {
 
 constexpr Features kMost =
     kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual | kCacheIndex | kPaged;
+
+constexpr bool kFew = FEW;
 
 template <int kHeadDimV, int kBlockM>
 void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
@@ -32,18 +38,37 @@ const FwdKernel kReference[] = {
 
 struct Named {
   std::string name;
-  FwdKernel kernel;
+  std::vector<FwdKernel> kernels;  // the first that can takes a call
 };
 
+#if FEW
+template <int kBlockM, int kWarps>
+Named few_rows() {
+  return {
+      "few-rows " + std::to_string(kBlockM),
+      {fwd_entry<Element80, HEAD_DIM, Path::kFewRows, kBlockM, kWarps, kMost & ~kPaged>(),
+       fwd_entry<Element80, HEAD_DIM, Path::kFewRows, kBlockM, kWarps, kMost & ~kCacheIndex>()}};
+}
+
+std::vector<Named> kernels() {
+  constexpr int kWarps = HEAD_DIM == 256 ? 3 : 4;
+  return {
+      few_rows<16, HEAD_DIM % 64 == 0 ? 8 : 4>(),
+      few_rows<32, 8>(),
+      few_rows<64, 8>(),
+      {"scores-first", {fwd_entry<Element80, HEAD_DIM, Path::kScoresFirst, 8, kWarps, kMost>()}}};
+}
+#else
 std::vector<Named> kernels() {
   std::vector<Named> all;
-#define ROW(path, head_dim_v, block_m, covers)                                       \
-  all.push_back({#path " " #head_dim_v " " #block_m,                                 \
-                 sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>( \
-                     &launch_sm90<head_dim_v, block_m>)});
+#define ROW(path, head_dim_v, block_m, covers)                                        \
+  all.push_back({#path " " #head_dim_v " " #block_m,                                  \
+                 {sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>( \
+                     &launch_sm90<head_dim_v, block_m>)}});
   SM90_ROWS(ROW)
   return all;
 }
+#endif
 
 std::string name_of(uint32_t offset, int shared_bytes, int threads) {
   const int groups = threads / 128 - 1;
@@ -68,22 +93,8 @@ namespace {
 
 using fad::FwdParams;
 
-// Numbers about as attention sees them; NaN where nothing may be read.
-struct Numbers {
-  std::vector<fad::Element80> data;
-  explicit Numbers(std::size_t count) : data(count + 8, fad::Element80(NAN)) {}
-  fad::Element80* start() {  // 16 bytes, as the copy engine wants it
-    return reinterpret_cast<fad::Element80*>((reinterpret_cast<uintptr_t>(data.data()) + 15) &
-                                             ~15ull);
-  }
-  void fill(std::size_t first, int count) {
-    for (int i = 0; i < count; ++i) {
-      start()[first + i] = fad::Element80(draw(-1000, 1000) / 500.f);
-    }
-  }
-};
-
-int about(int length) { return std::max(1, length + draw(-1, 1)); }
+using fad::kFew;
+using Numbers = NumbersOf<fad::Element80>;
 
 struct Result {
   Numbers out;
@@ -104,16 +115,19 @@ struct Call {
   // wide_v has zeros where v has no columns.
   std::optional<Numbers> q, k, v, wide_v;
   int d_v;
-  std::vector<float> sinks;
+  std::vector<float> sinks, slopes;
   bool keeps_residual = false;
 
   explicit Call(unsigned seed) {
     draw_source.seed(seed);
-    const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 6, 8});
+    const int batch = draw(1, 3), heads_k = draw(1, 2);
+    const int group =
+        kFew ? pick({1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 32}) : pick({1, 1, 2, 3, 4, 6, 8});
     const int heads = heads_k * group;
     const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
     std::mt19937 own_source(seed);
-    d_v = seed % 3 == 0 ? 8 * (1 + static_cast<int>(own_source() % (d / 8))) : d;
+    // The op pads values for the sm80 family.
+    d_v = seed % 3 == 0 && !kFew ? 8 * (1 + static_cast<int>(own_source() % (d / 8))) : d;
     // dense, packed, packed with lengths in use, a cache with lengths, the same in pages
     int layout = draw(0, 4);
     // In some calls a single row of the last block lies behind the end, where NaN is. Not in the
@@ -122,10 +136,12 @@ struct Call {
     layout = one_behind ? 2 + layout % 2 : layout;
     const bool packed = layout == 1 || layout == 2, cache = layout >= 3, paged = layout == 4;
     const bool packed_q = packed || (cache && chance(30));
-    const int seqlen_q =
-        chance(35) ? draw(1, 20) : std::min(260, about(pick({32, 64, 128, 192, 200})));
-    split = pick({0, 64, 128, 128, 192, 256});
-    int seqlen_k = chance(20)   ? draw(1, 64)
+    const int seqlen_q = kFew         ? (chance(40) ? 1 : draw(2, 16))
+                         : chance(35) ? draw(1, 20)
+                                      : std::min(260, about(pick({32, 64, 128, 192, 200})));
+    split = kFew ? pick({0, 64, 128, 192, 256, 512}) : pick({0, 64, 128, 128, 192, 256});
+    int seqlen_k = kFew         ? draw(1, chance(50) ? 700 : 200)
+                   : chance(20) ? draw(1, 64)
                    : chance(20) ? draw(1, 520)
                                 : about((split == 0 ? 64 : split) * draw(1, split <= 128 ? 4 : 2) +
                                         (chance(30) ? 64 * draw(-1, 1) : 0));
@@ -170,16 +186,9 @@ struct Call {
     const int total_k = packed ? std::max(1, starts_k[batch]) : batch * rows_k;
     params.total_q = total_q, params.total_k = total_k;
     rows = static_cast<std::size_t>(total_q) * heads;
-    params.q_head_stride = d, params.q_row_stride = heads * d;
-    params.q_batch_stride = static_cast<int64_t>(seqlen_q) * heads * d;
-    params.o_head_stride = d, params.o_row_stride = heads * d;
-    params.o_batch_stride = params.q_batch_stride;
-    params.k_head_stride = params.v_head_stride = d;
-    params.k_row_stride = params.v_row_stride = heads_k * d;
-    params.k_batch_stride = params.v_batch_stride =
-        static_cast<int64_t>(paged ? page : rows_k) * heads_k * d;
+    set_strides(params, paged ? page : rows_k);
     q.emplace(rows * d);
-    q->fill(0, static_cast<int>(rows * d));
+    q->fill(0, rows * d);
     params.kv_batch = paged ? batch * pages : batch;
     const std::size_t kv = static_cast<std::size_t>(total_k) * heads_k * d;
     k.emplace(kv), v.emplace(kv);
@@ -234,6 +243,10 @@ struct Call {
     keeps_residual = chance(40);
     sinks = draw_sinks(seed, heads);
     params.sinks = sinks.empty() ? nullptr : sinks.data();
+    for (int head = 0; kFew && seed % 5 == 0 && head < heads; ++head) {
+      slopes.push_back(draw(1, 100) / 400.f);
+    }
+    params.alibi_slopes_ptr = slopes.empty() ? nullptr : slopes.data();
     // Some of the keys have just been appended: lengths are those before.
     const int least = *std::min_element(lengths_k.begin(), lengths_k.end());
     if (cache && least > 0 && chance(30)) {
@@ -258,11 +271,6 @@ struct Call {
         params.leftpad_k != nullptr, keeps_residual, params.sinks != nullptr);
   }
 
-  static cutlass::bfloat16_t* aligned(std::vector<cutlass::bfloat16_t>& numbers) {
-    return reinterpret_cast<cutlass::bfloat16_t*>(
-        (reinterpret_cast<uintptr_t>(numbers.data()) + 15) & ~15ull);
-  }
-
   template <typename Plan>
   Result run(const Plan& plan) {
     Result result{Numbers(rows * params.d), std::vector<float>(rows, NAN),
@@ -270,10 +278,9 @@ struct Call {
     FwdParams call = params;
     call.o_ptr = result.out.start();
     call.softmax_lse_ptr = result.lse.data();
-    call.residual = keeps_residual ? aligned(result.residual) : nullptr;
+    call.residual = keeps_residual ? aligned(result.residual.data(), 16) : nullptr;
     std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
-    auto* room = reinterpret_cast<unsigned char*>(
-        (reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
+    auto* room = aligned(scratch.data(), 512);
     // Where the counter lies: if no launch clears it, no tile is left.
     const unsigned before = 1 << 20;
     if (plan.scratch_bytes >= sizeof before) {
@@ -319,7 +326,7 @@ struct Call {
     emulator::copies_late = false;
     Result result = run(plan);
     params.d_v = d_v, params.v_ptr = v->start();
-    auto* residual = aligned(result.residual);
+    auto* residual = aligned(result.residual.data(), 16);
     for (std::size_t i = 0; i < rows * params.d; ++i) {
       if (static_cast<int>(i % params.d) >= d_v) {
         result.out.start()[i] = fad::Element80(NAN);
@@ -335,21 +342,24 @@ const char* kWhen[] = {"early", "late", "mixed"};
 // Whether the kernel takes the call, and its result is right.
 bool run_kernel(Call& call, const Result& expected, const fad::Named& named, unsigned seed,
                 int repeats, bool& right) {
-  const fad::FwdInstance instance{&named.kernel, 1, &fad::launch_merge<fad::Element80, HEAD_DIM>};
+  const fad::FwdInstance instance{named.kernels.data(), named.kernels.size(),
+                                  &fad::launch_merge<fad::Element80, HEAD_DIM>};
+  const fad::FwdKernel& kernel = named.kernels[0];
   FwdParams params = call.params;
   params.residual = call.keeps_residual ? &params : nullptr;
   params.o_ptr = call.q->start();  // aligned as the output will be
   for (int repeat = 0; repeat < repeats; ++repeat) {
-    const int sms = draw(1, 4);
+    const int sms = kFew ? pick({2, 132}) : draw(1, 4);
     fad::FwdPlan plan;
     try {
       plan = fad::plan_fwd(params, instance, call.split, true,
-                           {sms, 227 * 1024, 90, named.kernel.path, fad::Family::kSm90});
+                           {sms, 227 * 1024, 90, kernel.path, kernel.family});
     } catch (const std::runtime_error&) {
       return false;
     }
     emulator::random_source.seed(seed * 64 + repeat);
-    emulator::resident_ctas = draw(1, 3);
+    emulator::resident_ctas = kFew ? 1 : draw(1, 3);
+    emulator::copies_late = kFew && repeat % 2 != 0;
     const int boxes = draw(0, 2), products = draw(0, 2);
     emulator::boxes_happen = static_cast<emulator::When>(boxes);
     emulator::products_happen = static_cast<emulator::When>(products);

@@ -1,8 +1,8 @@
-// What the programs for Hopper kernels have in common: the table of kernels, their shared memory,
+// What the programs have in common: the table of kernels, their shared memory,
 // and the element type as each family names it.
 #pragma once
 
-#include "hopper_table.h"  // made by hopper.py
+#include "table.h"  // made by run.py
 
 namespace fad {
 

@@ -1,5 +1,5 @@
 // Draws calls of the backward's loop in turns, runs them through the Hopper kernels, and compares
-// the bits with those of plain loops in the order of docs/adr/0019: hopper_bwd FIRST COUNT. The
+// the bits with those of plain loops in the order of docs/adr/0019: backward FIRST COUNT. The
 // kernel before the loop does not run: numbers of the rows are drawn. See hopper.h for what this
 // shows.
 #include "emulator.h"
@@ -9,7 +9,7 @@
 #include "sm90/backward/bwd_launch.cuh"
 
 #include "draws.h"
-#include "hopper_elements.h"
+#include "elements.h"
 
 namespace fad {
 
@@ -50,21 +50,7 @@ namespace {
 using Number = fad::Element80;
 using fad::Tile;
 
-int about(int length) { return std::max(1, length + draw(-1, 1)); }
-
-struct Numbers {
-  std::vector<Number> data;
-  explicit Numbers(std::size_t count) : data(count + 16, Number(NAN)) {}
-  Number* start() {
-    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(data.data()) + 15) & ~15ull);
-  }
-  void fill(std::size_t first, std::size_t count) {
-    for (std::size_t i = first; i < first + count; ++i) {
-      start()[i] = Number(draw(-1000, 1000) / 500.f);
-    }
-  }
-  float at(std::size_t i) { return static_cast<float>(start()[i]); }
-};
+using Numbers = NumbersOf<Number>;
 
 float rounded(float value) { return static_cast<float>(Number(value)); }
 
@@ -104,12 +90,11 @@ bool run_case(unsigned seed) {
   p.window_size_right = chance(25) ? draw(0, 100) : chance(50) ? 0 : -1;
   const int left = p.window_size_left < 0 ? 1 << 29 : p.window_size_left;
   const int right = p.window_size_right < 0 ? 1 << 29 : p.window_size_right;
-  p.q_head_stride = p.k_head_stride = p.v_head_stride = p.do_head_stride = d;
-  p.dq_head_stride = p.dk_head_stride = p.dv_head_stride = d;
-  p.q_row_stride = p.do_row_stride = p.dq_row_stride = h * d;
-  p.k_row_stride = p.v_row_stride = p.dk_row_stride = p.dv_row_stride = h_k * d;
-  p.q_batch_stride = p.do_batch_stride = p.dq_batch_stride = int64_t{sq} * h * d;
-  p.k_batch_stride = p.v_batch_stride = int64_t{sk} * h_k * d;
+  set_strides(p, sk);
+  p.do_head_stride = p.dq_head_stride = p.dk_head_stride = p.dv_head_stride = d;
+  p.do_row_stride = p.dq_row_stride = p.q_row_stride;
+  p.do_batch_stride = p.dq_batch_stride = p.q_batch_stride;
+  p.dk_row_stride = p.dv_row_stride = p.k_row_stride;
   p.dk_batch_stride = p.dv_batch_stride = p.k_batch_stride;
   if (packed) {
     p.cu_seqlens_q = starts_q.data(), p.cu_seqlens_k = starts_k.data();
@@ -272,8 +257,7 @@ bool run_case(unsigned seed) {
     p.slots = p.slot_sums > 0 ? slots.data() : nullptr;
     p.freed_slots = freed_slots.data();
     p.dq_ptr = its_dq.start(), p.dk_ptr = its_dk.start(), p.dv_ptr = its_dv.start();
-    p.dq_accum_ptr = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(dq_sums.data()) + 15) &
-                                              ~uintptr_t{15});
+    p.dq_accum_ptr = aligned(dq_sums.data(), 16);
     p.dk_sums = p.parts.fold() ? part_sums.data() : nullptr;
     p.dv_sums = p.parts.fold() ? part_sums.data() + k_count * p.parts.count : nullptr;
     p.tickets = &tickets, p.progress = progress.data();
