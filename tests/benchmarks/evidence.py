@@ -106,7 +106,8 @@ STEPS = (
          ("verification-compute_80.json",), needs="elftools"),
     Step("vllm", "times", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
          "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),
-    Step("tests", "tests", 240, f'{_PYTEST} -n 12 -m "not slow"'),
+    Step("tests", "tests", 240,
+         f'{_PYTEST} tests/unit/interface/test_mistakes.py -n 12 -m "not slow"'),
     Step("policy-gradient", "tests", 75,
          "examples/policy_gradient.py --json {out}/policy-gradient.json",
          ("policy-gradient.json",)),

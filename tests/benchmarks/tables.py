@@ -365,21 +365,6 @@ def _build(results: Results) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _matrix(results: Results) -> str:
-    """What `nox -s matrix --report FILE` wrote: a session for each toolkit and torch."""
-    cells = {
-        (each["args"]["toolkit"], each["args"]["torch"]): str(each["result"])
-        for each in results["matrix"]["sessions"]
-    }
-    torches = list(dict.fromkeys(torch for _, torch in cells))
-    header = ["CUDA toolkit", *(f"torch {torch}" for torch in torches)]
-    lines = [header, ["---"] * len(header)]
-    for toolkit in dict.fromkeys(toolkit for toolkit, _ in cells):
-        lines.append([toolkit, *(cells.get((toolkit, torch), "not run") for torch in torches)])
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{text}\n\nCPU tests on an installed wheel (preset dev)."
-
-
 def _deviation(results: Results) -> str:
     """The verdict on every claim of the studies of deviation."""
     record = results["deviation"]
@@ -422,7 +407,6 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "deviation-matters": ("deviation", _matters),
     "by-head-dim": ("peers-forward", _by_head_dim),
     "host": ("host", _host),
-    "matrix": ("matrix", _matrix),
     "ranks": ("ranks", _ranks),
     "servers-in-short": ("servers", partial(_means, name="servers", head_dims=False)),
     "vllm": ("vllm", _vllm),

@@ -1,6 +1,6 @@
 """Decode has the same bits on every path: few rows, scores first, upstream's body.
 
-tests/gpu/decode/bits.py runs thousands of the same calls, and compares wheels.
+tests/gpu/decode/bits.py runs thousands of the same calls.
 """
 
 from __future__ import annotations

@@ -27,11 +27,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_our_forward_and_torchs_are_there(study: dict[str, Any]) -> None:
-    found = {point["backend"] for point in study["forward"]}
-    assert {"ours", "ours-atomics", "sdpa-math", "explicit"} <= found
-
-
 def test_our_kernels_are_at_least_as_accurate_as_explicit_attention(study: dict[str, Any]) -> None:
     def worst(backend: str, inputs: str, seqlen: int) -> float:
         found: list[float] = [
@@ -45,13 +40,6 @@ def test_our_kernels_are_at_least_as_accurate_as_explicit_attention(study: dict[
     for point in study["forward"]:
         inputs, seqlen = point["inputs"], point["seqlen"]
         assert worst("ours", inputs, seqlen) <= 1.1 * worst("explicit", inputs, seqlen)
-
-
-def test_our_kernels_have_no_run_to_run_variance(study: dict[str, Any]) -> None:
-    found = [point for point in study["run_to_run"] if point["backend"] == "ours"]
-    assert found
-    for point in found:
-        assert point["same_bits"], point
 
 
 def test_our_gradients_are_about_as_near_as_torchs(study: dict[str, Any]) -> None:

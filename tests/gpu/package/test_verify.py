@@ -26,7 +26,6 @@ from tests.drawn import draw_case
 
 pytestmark = pytest.mark.gpu
 
-CONFIGS = size_of("cuda", quick=False).configs
 BY_ID = {check.id: check for check in CHECKS}
 
 
@@ -89,16 +88,6 @@ def test_without_the_mode_the_batch_changes_bits(dtype: str) -> None:
     assert difference(alone["out"], together["out"]) is not None
     for name, tensor in part(call(), b=[0]).items():
         assert difference(tensor, call.sequences([0])()[name]) is None
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"d{config[0]}-{config[1]}")
-def test_mode_is_what_a_call_without_split_size_takes(config: Config) -> None:
-    call = drawn(*config, 130, 4100).with_options(causal=True)
-    with deterministic_mode(split_size=64):
-        of_mode = call()
-    for own, split_size in ((of_mode, 64), (call(), 2048)):
-        for name, tensor in call.with_options(split_size=split_size)().items():
-            assert difference(own[name], tensor) is None
 
 
 def test_memory_is_measured_above_the_inputs() -> None:
