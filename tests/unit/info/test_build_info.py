@@ -108,7 +108,3 @@ def test_installed_wheel_has_a_tile_for_every_head_dim() -> None:
     for tile in info.tiles.values():
         assert tile.block_n & (tile.block_n - 1) == 0
     assert {i.head_dim for i in info.instances} <= set(info.tiles)
-
-
-def test_build_info_is_read_once() -> None:
-    assert build_info() is build_info()

@@ -177,16 +177,6 @@ def test_cache_equals_attention_over_its_tokens(head_dim: int) -> None:
         assert bits_equal(softmax_lse[b], expected_lse[0])
 
 
-def test_one_length_for_all() -> None:
-    out = kvcache_call()(cache_seqlens=int32(7, 7))
-    assert bits_equal(kvcache_call()(cache_seqlens=7), out)
-
-
-@pytest.mark.parametrize("num_splits", [0, 1, 7])
-def test_num_splits_changes_no_bit(num_splits: int) -> None:
-    assert bits_equal(kvcache_call()(num_splits=num_splits), kvcache_call()())
-
-
 def test_write_to_the_cache_changes_its_version() -> None:
     call = kvcache_call()
     call()
@@ -204,22 +194,6 @@ def test_cache_call_has_no_gradient() -> None:
         call.arguments[name].requires_grad_()
     assert not call().requires_grad
     assert not call.arguments["k_cache"].requires_grad
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_windows_and_causal_that_mean_the_same(name: str) -> None:
-    # With a window, the rotary position advances from query to query.
-    rotary = {"rotary_cos": None, "rotary_sin": None} if "kvcache" in name else {}
-
-    def call(causal: bool, left: int, right: int) -> torch.Tensor:
-        options = {"causal": causal, "window_size": (left, right), **rotary}
-        out: torch.Tensor = CALLS[name](32)(**options)
-        return out
-
-    assert bits_equal(call(False, 1000, 1000), call(False, -1, -1))
-    assert bits_equal(call(False, -5, 0), call(True, -1, -1))
-    assert bits_equal(call(True, 2, 7), call(False, 2, 0))
-    assert not bits_equal(call(False, 2, 0), call(False, -1, -1))
 
 
 # --- torch.compile ------------------------------------------------------------------------------

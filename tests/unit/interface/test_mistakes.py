@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from calls import CALLS, PAGES, READ_ONLY, Call, int32, normal, paged_call
@@ -67,8 +68,13 @@ NUMBERS: dict[str, list[Any]] = {
     "dropout_p": [1.0, 2, -0.1, math.nan, 10**5000, "0.5", None],
     "softmax_scale": [0.0, -0.125, math.nan, math.inf, TOO_SMALL, TOO_LARGE, 10**400, "0.5"],
     "causal": FLAGS,
-    "window_size": [(1.0, 2.0), (1,), (1, 2, 3), (None, 0), {3, 0}, {1: 10**5000}, 5, "ab", None],
-    "softcap": [math.nan, math.inf, 1e38, TOO_SMALL, 10**20000, None, "1"],
+    "window_size": [
+        *((1.0, 2.0), (1.5, 0), (1,), (1, 2, 3), (None, 0), {3, 0}, {1: 10**5000}, 5, "ab", None),
+        # Messages show no values of tensors and arrays.
+        *(torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), torch.ones(100, 100)),
+        *({"left": torch.ones(3)}, np.ones(3), (torch.ones(1), 0), {0: 3, 1: 0}),
+    ],
+    "softcap": [math.nan, math.inf, 1e38, 1e-50, TOO_SMALL, 10**20000, None, "1"],
     "alibi_slopes": [1.0],
     "learnable_sink": [1.0],
     "deterministic": [0.5, "True"],
@@ -76,7 +82,7 @@ NUMBERS: dict[str, list[Any]] = {
     "return_softmax_lse": FLAGS,
     "rotary_interleaved": FLAGS,
     "num_splits": [-1, 1.5, None],
-    "split_size": [100, -64, 2**29 + 64, 2**30, 10**5000, 1.5, "512"],
+    "split_size": [100, 63, True, -64, 2**29 + 64, 2**30, 10**5000, 1.5, "512"],
     **{f"max_seqlen{side}": [5.0, -1, 2**30, 2**63, None] for side in ("", "_q", "_k")},
     "cache_seqlens": [18, -1, 4.5],
 }
@@ -87,6 +93,14 @@ LONGER_Q = {"q": normal(2, 5, 4, 32)}
 def keys(tokens: int, heads: int = 2) -> dict[str, Any]:
     """New keys and values for the caches."""
     return {name: normal(2, tokens, heads, 32) for name in "kv"}
+
+
+def heads_first(
+    tokens_q: int, heads_q: int, tokens_k: int, heads_k: int, more: str = ""
+) -> dict[str, Any]:
+    """q, k and v of lengths, and of heads in the next dimension."""
+    keys_and_values = {f"{n}{more}": normal(2, tokens_k, heads_k, 32) for n in "kv"}
+    return {"q": normal(2, tokens_q, heads_q, 32), **keys_and_values}
 
 
 def rotary(pairs: int) -> dict[str, Any]:
@@ -120,6 +134,13 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("no-heads-k", {name: normal(2, 5, 0, 32) for name in "kv"}),
         ("batch-k", {name: normal(3, 5, 2, 32) for name in "kv"}),
         ("v-heads", {"v": normal(2, 9, 4, 32)}),
+        # Heads before tokens, where they can be.
+        ("heads-first", heads_first(8, 3, 2, 7)),
+        ("heads-first-of-one-token", heads_first(1, 20, 1, 12)),
+        ("heads-first-of-as-many", heads_first(8, 1, 8, 12)),
+        ("heads-of-as-many-tokens", heads_first(8, 4, 8, 3)),
+        ("scale-over-softcap-subnormal", {"softmax_scale": 2.0**-100, "softcap": 2.0**30}),
+        ("scale-over-softcap-infinite", {"softmax_scale": 2.0**100, "softcap": 2.0**-30}),
     ],
     "flash_attn_qkvpacked_func": [("parts", {"qkv": normal(2, 5, 2, 4, 32)})],
     "flash_attn_kvpacked_func": [
@@ -127,6 +148,7 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("heads", {"kv": normal(2, 5, 2, 3, 32)}),
     ],
     "flash_attn_with_kvcache": [
+        ("heads-first", {**READ_ONLY, **heads_first(8, 3, 2, 7, "_cache")}),
         ("slopes-shape", {"alibi_slopes": torch.ones(3)}),
         ("sink-shape", {"learnable_sink": torch.ones(8)}),
         ("no-lengths", {"cache_seqlens": None}),
@@ -167,6 +189,7 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("value-page-negative", {**PAGES, "block_table": int32(0, 1, -1, 3).view(2, 2)}),
     ],
     "flash_attn_varlen_func": [
+        ("heads-first", {"q": normal(8, 3, 32), **{n: normal(2, 7, 32) for n in "kv"}}),
         ("slopes-shape", {"alibi_slopes": torch.ones(2, 4)}),
         ("sink-shape", {"learnable_sink": torch.ones(8)}),
         ("seqused-shape", {"seqused_k": int32(1)}),

@@ -133,42 +133,6 @@ def test_errors_are_runtime_errors_as_upstream() -> None:
     assert issubclass(UnsupportedDeviceError, RuntimeError)
 
 
-HEADS_FIRST = (normal(2, 8, 3, 32), *[normal(2, 2, 7, 32)] * 2)
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        pytest.param(flash_attn_func, HEADS_FIRST, id="dense"),
-        pytest.param(flash_attn_with_kvcache, HEADS_FIRST, id="cache"),
-        pytest.param(
-            flash_attn_varlen_func,
-            (normal(8, 3, 32), *[normal(2, 7, 32)] * 2, *[torch.tensor([0, 3])] * 2, 3, 3),
-            id="varlen",
-        ),
-    ],
-)
-def test_heads_before_tokens(function: Any, arguments: tuple[Any, ...]) -> None:
-    dims = "(1, 2)" if arguments[0].dim() == 4 else "(0, 1)"
-    with pytest.raises(ArgumentError, match=r"heads .* look transposed, .*: pass") as caught:
-        function(*arguments)
-    assert f"q.transpose{dims}" in str(caught.value)
-
-
-@pytest.mark.parametrize("nheads", [1, 8], ids=["few", "many"])
-def test_only_what_may_be_transposed_is_called_so(nheads: int) -> None:
-    """q with 4 heads and k with 3, of 8 tokens each; then heads first, of other lengths."""
-    q, k = normal(2, 8, 4, 32), normal(2, 8, 3, 32)
-    with pytest.raises(ArgumentError, match=r"the 4 heads of q, got 3$"):
-        flash_attn_func(q, k, k)
-    q, k = normal(2, nheads, 1, 32), normal(2, nheads, 12, 32)
-    with pytest.raises(ArgumentError, match="look transposed"):
-        flash_attn_func(q, k, k)
-    q, k = normal(2, nheads, 20, 32), normal(2, nheads, 12, 32)
-    with pytest.raises(ArgumentError, match="look transposed"):
-        flash_attn_func(q, k, k)
-
-
 ARGUMENTS = [
     "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
     "deterministic", "return_attn_probs", "split_size",

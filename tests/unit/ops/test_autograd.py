@@ -15,6 +15,7 @@ from calls import (
     Call,
     Counted,
     int32,
+    normal,
     paged_call,
     qkv_call,
     unpacked,
@@ -27,7 +28,7 @@ from flash_attn_deterministic.schemas import BACKWARD
 
 names = pytest.mark.parametrize("name", DIFFERENTIABLE)
 head_dims = pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-TENSORS = ("q", "k", "v", "qkv", "kv")
+TENSORS = ("q", "k", "v", "qkv", "kv", "learnable_sink")
 
 
 def leaves_of(call: Call) -> dict[str, torch.Tensor]:
@@ -38,13 +39,16 @@ def leaves_of(call: Call) -> dict[str, torch.Tensor]:
 def gradients(
     call: Call, function: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients of a call's inputs for a random dout and, where it returns softmax_lse, dlse."""
+    """Results of a call, and gradients of its inputs for a random dout and, where it returns
+    softmax_lse, a dlse of other strides."""
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     torch.manual_seed(0)
     result = (function or call.function)(**{**call.arguments, **leaves, **options})
-    outputs = result[:2] if isinstance(result, tuple) else (result,)
-    found = torch.autograd.grad(outputs, list(leaves.values()), [*map(normal_like, outputs)])
-    return dict(zip(leaves, found, strict=True))
+    outputs = result if isinstance(result, tuple) else (result,)
+    given = [normal_like(outputs[0]), *(normal_like(lse.mT).mT for lse in outputs[1:2])]
+    found = torch.autograd.grad(outputs[:2], list(leaves.values()), given)
+    results = {f"output {i}": x.detach() for i, x in enumerate(outputs) if x is not None}
+    return {**dict(zip(leaves, found, strict=True)), **results}
 
 
 # --- Values -------------------------------------------------------------------------------------
@@ -279,11 +283,29 @@ def test_compiled_dropout(name: str) -> None:
     expected, found = gradients(call, **options), gradients(call, compiled, **options)
     for tensor, gradient in expected.items():
         assert bits_equal(found[tensor], gradient)
-    torch.manual_seed(0)
-    eager = call(**options)
-    torch.manual_seed(0)
-    for a, b in zip(compiled(**call.arguments, **options), eager, strict=True):
-        assert bits_equal(a, b)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize(
+    ("make", "head_dim", "changes"),
+    [
+        pytest.param(qkv_call, 48, {"v": normal(2, 9, 2, 32)}, id="two-head-dims"),
+        pytest.param(
+            varlen_call,
+            32,
+            {"learnable_sink": torch.tensor([0.5, -1.0, 2.0, 30.0]), "return_attn_probs": True},
+            id="sinks",
+        ),
+    ],
+)
+def test_compiled_gradients_of_other_tensors(
+    make: Callable[[int], Call], head_dim: int, changes: dict[str, Any]
+) -> None:
+    call = make(head_dim)
+    call.arguments |= changes
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    expected, found = gradients(call), gradients(call, compiled)
+    assert all(bits_equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -112,19 +112,3 @@ def test_all_functions_are_public() -> None:
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
         assert getattr(package, name).__doc__
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_docstring_lists_errors_and_source(name: str) -> None:
-    """flash_attn_func has the list; the others refer to it."""
-    own = getattr(package, name).__doc__
-    assert "flash_attn 2.8.3" in own
-    refers = "As `flash_attn_func`" in own
-    assert refers is not (name == "flash_attn_func")
-    said = own + (package.flash_attn_func.__doc__ or "") if refers else own
-    assert "2307.08691" in said.replace("\n", " ")
-    for error in ("ArgumentError", "UnsupportedError", "MissingInstanceError"):
-        assert f"{error}: a" in said
-    cache = name == "flash_attn_with_kvcache"
-    assert "NotDeterministicError: a" in said or cache
-    assert "NotDeterministicError: a" not in own or not cache
