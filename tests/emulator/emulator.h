@@ -515,11 +515,6 @@ inline int __any_sync(unsigned, int predicate) {
   return static_cast<int>(__reduce_or_sync(~0u, predicate != 0));
 }
 inline int __all_sync(unsigned, int predicate) { return !__any_sync(~0u, predicate == 0); }
-inline unsigned atomicInc(unsigned* address, unsigned most) {
-  const unsigned before = *address;
-  *address = before >= most ? 0 : before + 1;
-  return before;
-}
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, 4);
