@@ -10,11 +10,14 @@ through torch's dispatcher, and take the host longer.
 `_is_key_in_tls`, `_get_obj_in_tls`, `_stash_obj_in_tls`, `_remove_obj_from_tls`: backward()
 recomputes a checkpoint in the mode of the process, unless `checkpoint_contexts` is used.
 
+`utils.checkpoint._StopRecomputationError`, which ends a forward that a checkpoint recomputes, after
+its op: ranks take it for an error, and compare their next calls again.
+
 `_after_autograd_keyset`, `_is_any_autocast_enabled` (interface), `_get_dispatch_mode` (mode),
-`_dispatch_has_kernel_for_dispatch_key` (ops), `_nn.scaled_dot_product_attention` (distributed: what
-torch's function was before context_parallel replaced it), `Library._destroy` (integrations.torch)
-and transformers' `_lazy_imports` and `_check_and_adjust_attn_implementation`: what needs them
-raises an AttributeError.
+`_dispatch_has_kernel_for_dispatch_key` (ops), `_foreach_add_` (distributed),
+`_nn.scaled_dot_product_attention` (distributed: what torch's function was before context_parallel
+replaced it), `Library._destroy` (integrations.torch) and transformers' `_lazy_imports` and
+`_check_and_adjust_attn_implementation`: what needs them raises an AttributeError.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
 C: Any = torch._C
@@ -41,6 +45,7 @@ _CAN_SKIP = (
     and hasattr(_functorch, "maybe_current_level")
     and hasattr(forward_ad, "_current_level")
 )
+STOPS: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 HAS_STATE = all(
     hasattr(C, name)
     for name in ("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")

@@ -56,7 +56,7 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     """Returns the differences when a part is broken, which has to cause some."""
     module: Any = passes
     broken: Any = _no_sums
-    name = "_backward_call"
+    name = "_gradients"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
@@ -89,7 +89,7 @@ def _rounded_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ..
     return dq, dk.bfloat16().to(dk.dtype), dv.bfloat16().to(dv.dtype)
 
 
-_BACKWARD: Any = passes._backward_call
+_BACKWARD: Any = passes._gradients
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -255,11 +255,7 @@ def twice_differentiated() -> str:
     q = draw((1, 4, 2, 16), 1).requires_grad_()
     out = distributed.flash_attn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    try:
-        torch.autograd.grad(gradient.sum(), q)
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _message(lambda: torch.autograd.grad(gradient.sum(), q))
 
 
 def packed_in_one(number: int) -> list[bool]:
@@ -466,22 +462,14 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     q, k = (draw((1, seqlen, heads, 16), 1).to(dtype) for heads in (4, nheads_k))
     q.requires_grad_(given.pop("requires_grad", False))
     mode = package.deterministic_mode(keep_residual=given.pop("keep_residual", None))
-    try:
-        with mode:
-            distributed.flash_attn_func(q, k, k, **{**group, **given})
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    with mode:
+        return _message(lambda: distributed.flash_attn_func(q, k, k, **{**group, **given}))
 
 
 def unshard_raised(change: dict[int, dict[str, Any]]) -> str:
     """Returns what `unshard` raises if ranks pass different arguments or parts."""
     part = torch.zeros(4 if change else 3 + dist.get_rank())
-    try:
-        distributed.unshard(part, 0, **change.get(dist.get_rank(), {}))
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _message(lambda: distributed.unshard(part, 0, **change.get(dist.get_rank(), {})))
 
 
 def wrong_on_one(wrong: dict[str, Any]) -> str:
@@ -491,7 +479,8 @@ def wrong_on_one(wrong: dict[str, Any]) -> str:
     starts = torch.tensor([0, 16], dtype=torch.int32)
     *own, place = ring.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), 2)
     lengths = (own[0], here.get("starts", own[1]), *own[2:], 1, here.get("place", place))
-    try:
+
+    def call() -> None:
         if "q" in wrong:
             distributed.flash_attn_func(here.get("q", q[None]), q[None], q[None])
         elif "parts" in wrong:
@@ -499,9 +488,8 @@ def wrong_on_one(wrong: dict[str, Any]) -> str:
             distributed.flash_attn_qkvpacked_func(parts)
         else:
             ring.llama3_flash_attn_varlen_func(q, q, q, *lengths, causal=here.get("causal", True))
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return _message(call)
 
 
 def on_a_reversed_mesh() -> str:
@@ -509,11 +497,8 @@ def on_a_reversed_mesh() -> str:
     from torch.distributed.device_mesh import DeviceMesh
 
     q = draw((1, 8, 2, 16), 1)
-    try:
-        distributed.flash_attn_func(q, q, q, mesh=DeviceMesh("cpu", [1, 0]))
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    mesh = DeviceMesh("cpu", [1, 0])
+    return _message(lambda: distributed.flash_attn_func(q, q, q, mesh=mesh))
 
 
 def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> str | None:
@@ -523,20 +508,15 @@ def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> s
         return None
     q = draw((total, 2, 16), 1)
     cu_seqlens = torch.tensor(starts[dist.get_rank()], dtype=torch.int32)
-    try:
-        distributed.flash_attn_varlen_func(
-            q, q, q, cu_seqlens, cu_seqlens, total, total, order=order, **group
-        )
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    given = q, q, q, cu_seqlens, cu_seqlens, total, total
+    return _message(lambda: distributed.flash_attn_varlen_func(*given, order=order, **group))
 
 
 def _message(function: Any) -> str:
     """Returns what a function raises."""
     try:
         function()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -591,7 +571,7 @@ def variable_raised(value: str) -> str:
 
 
 def told_in_steps() -> dict[str, int]:
-    """Returns how often a rank tells of a call, in steps of a forward and a backward."""
+    """Returns how often a rank tells of a call, in steps of two layers, forward and backward."""
     group, told = dist.new_group(), []
     whole = agreement.Agreement._tell
 
@@ -599,17 +579,40 @@ def told_in_steps() -> dict[str, int]:
         told.append(number)
         whole(self, number, what)
 
+    def layer(q: torch.Tensor, softcap: float) -> Any:
+        return distributed.flash_attn_func(q, q, q, softcap=softcap, group=group)
+
     def step(softcap: float = 0.0) -> None:
-        q = _inputs("A")
-        distributed.flash_attn_func(q, q, q, softcap=softcap, group=group).sum().backward()
+        layer(layer(_inputs("A"), softcap), softcap).sum().backward()
+
+    def checkpointed_step() -> None:
+        q: Any = _inputs("B")
+        for _ in range(2):
+            q = torch.utils.checkpoint.checkpoint(layer, q, 0.0, use_reentrant=False)
+        q.sum().backward()
+
+    def packed_step(*lengths: int) -> None:
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        q: Any = draw((int(starts[-1]) // 2, 2, 16), 1).requires_grad_()
+        packed = starts, starts, 0, 0
+        for _ in range(2):
+            q = distributed.flash_attn_varlen_func(q, q, q, *packed, group=group)
+        q.sum().backward()
 
     found = {}
+    steps: dict[str, Any] = dict.fromkeys(("first", "second", "failed", "after"), step)
+    steps |= {"off": step, "always": step}
+    for name, lengths in (("packed", (4, 8)), ("packed again", (4, 8)), ("packed anew", (9, 7))):
+        steps[name] = functools.partial(packed_step, *lengths)
+    steps |= dict.fromkeys(("checkpointed", "checkpointed again"), checkpointed_step)
+    steps["checkpointed, third"] = checkpointed_step
     with _instead(agreement.Agreement, _tell=counting):
-        for name in ("first", "second", "failed", "after", "off", "always"):
+        for name, function in steps.items():
             told.clear()
             with _variable(name if name in ("off", "always") else ""):
-                wrong = 0.25 if dist.get_rank() == 1 else 0.5
-                _message(functools.partial(step, wrong if name == "failed" else 0.0))
+                if name == "failed":
+                    function = functools.partial(step, 0.25 if dist.get_rank() == 1 else 0.5)
+                _message(function)
             found[name] = len(told)
     return found
 
@@ -635,12 +638,13 @@ def mixed_dtensors() -> str:
     return _message(lambda: distributed.flash_attn_func(q if dist.get_rank() == 1 else k, k, k))
 
 
-def broken_backward(settled: bool, begun: bool) -> tuple[str, str]:
+def broken_backward(settled: bool, begun: bool, by: type[BaseException]) -> tuple[str, str]:
     """Returns what a backward raises that breaks on the second rank, and the next call.
 
     Args:
         settled: whether a step of this shape was made before.
         begun: whether messages have been sent when it breaks.
+        by: what is raised there.
     """
     q = _inputs("A")
 
@@ -649,7 +653,7 @@ def broken_backward(settled: bool, begun: bool) -> tuple[str, str]:
         out.sum().backward()
 
     def breaks(*arguments: Any, **others: Any) -> Any:
-        raise ValueError("broken")
+        raise by("broken")
 
     if settled:
         step()
@@ -730,9 +734,9 @@ def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
     got: list[int] = []
 
     class Counting(exchange.Arriving):
-        def __init__(self, ranks_: Any, route: Any, given: Any, what: str) -> None:
+        def __init__(self, ranks_: Any, route: Any, *others: Any) -> None:
             got.append(route.received.others)
-            super().__init__(ranks_, route, given, what)
+            super().__init__(ranks_, route, *others)
 
     with _instead(passes, Arriving=Counting):
         q = draw((1, 64, 1, 16), 1)
@@ -761,6 +765,25 @@ def messages_of(degree: int) -> tuple[int, int] | None:
     return before, len(found) - before
 
 
+def misaligned(degree: int) -> list[str]:
+    """Returns the ops that would copy tensors that have arrived, as rows aren't at 16 bytes."""
+    module: Any = passes
+    whole, found = module.run, []
+
+    def run(call: Any) -> Any:
+        for one in call[1]:
+            if isinstance(one, torch.Tensor) and one.dim() == 3:
+                rows = one.data_ptr(), *(size * one.itemsize for size in one.stride()[:2])
+                found.extend([call[0]] * any(at % 16 for at in rows))
+        return whole(call)
+
+    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
+    with _instead(passes, run=run):
+        out = distributed.flash_attn_func(*inputs, causal=True, ulysses_degree=degree)
+        out.sum().backward()
+    return found
+
+
 def benchmarked(seqlen: int) -> dict[str, Any]:
     """Returns the benchmark's result of a small case."""
     from tests.benchmarks.ranks import Case as Timed
@@ -773,7 +796,7 @@ def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs all of `verify --ranks` with other cases; broken: sums are lost between ranks."""
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(passes, _backward_call=_no_sums if broken else _BACKWARD),
+        _instead(passes, _gradients=_no_sums if broken else _BACKWARD),
         _instead(tree, CHUNK_ROWS=16),
     ):
         return run.run("cpu", True, Path(out))

@@ -5,7 +5,8 @@ ranks tell each other what they are called with, through the store of torch.dist
 and no GPU takes part, and after a difference has been found the group is as it was.
 
 This happens in the first calls with the same arguments, forward and backward, and after every
-failure; later calls cost nothing. The environment variable FLASH_ATTENTION_RANK_CHECKS, read in
+failure; later calls cost nothing. Where only the lengths of packed sequences are new, it happens in
+one forward with them. The environment variable FLASH_ATTENTION_RANK_CHECKS, read in
 each call, is "first" (that), "always" or "off".
 """
 
@@ -15,8 +16,9 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +29,30 @@ VARIABLE = "FLASH_ATTENTION_RANK_CHECKS"
 _CHOICES = ("first", "always", "off")
 _LOOK = 0.25  # seconds between two looks for errors of other ranks
 _TEXT = 1000  # characters of an error that are told
-_MOST = 65_536  # calls that are remembered as agreed on
+_MOST = 1024  # calls that are remembered as agreed on
+_MANY = 256  # calls with the same arguments that are compared at most
+
+
+@dataclass
+class _Begun:
+    """Calls with the same arguments that have been compared."""
+
+    calls: int = 0
+    open: int = 0  # forwards whose backward has not been compared
+    had_backward: bool = False
+
+    def count(self, is_backward: bool, follows: bool) -> bool:
+        """Counts a call, and returns whether later ones need not be compared.
+
+        Layers of one shape are called one after another, and then backwards. That has happened if
+        no backward is to come; or if a forward comes after a backward, since checkpoints make more
+        forwards than backwards. Forwards that nobody differentiates end with their number.
+        """
+        self.calls += 1
+        self.open += follows - is_backward
+        is_next = self.had_backward and not is_backward
+        self.had_backward |= is_backward
+        return self.open <= 0 or is_next or self.calls >= _MANY
 
 
 class Agreement:
@@ -51,7 +76,7 @@ class Agreement:
             self._store.delete_key(self._failure_of(self.rank))
         self._calls = 0  # made
         self._settled: set[str] = set()
-        self._open: Counter[str] = Counter()  # forwards whose backward has not been agreed on
+        self._begun: defaultdict[str, _Begun] = defaultdict(_Begun)
         self._told = ""  # key with this rank's arguments
         self._lost = ""  # why the group can't be used any more
 
@@ -67,7 +92,12 @@ class Agreement:
         return self._calls - 1
 
     def agree(
-        self, call: str, facts: str, follows: bool = False, forward: int | None = None
+        self,
+        call: str,
+        facts: str,
+        kind: str = "",
+        follows: bool = False,
+        forward: int | None = None,
     ) -> None:
         """Counts a call; checks that all ranks make it with the same facts, unless they have.
 
@@ -75,6 +105,7 @@ class Agreement:
             call: its kind, such as "forward".
             facts: JSON of what has to be the same, by name of the argument. A forward and its
                 backward have the same ones.
+            kind: the same without lengths of packed sequences.
             follows: whether a backward does.
             forward: number of the forward, of a backward; -1: unknown.
 
@@ -94,13 +125,12 @@ class Agreement:
         if forward is not None:
             mine["the number of the forward"] = forward
         self._heard(number, mine)
-        # Layers of one shape are called one after another, and then backwards.
-        self._open[facts] += follows - (forward is not None)
-        if self._open[facts] <= 0:
+        is_over = self._begun[facts].count(forward is not None, follows)
+        if is_over or kind in self._settled:
             if len(self._settled) >= _MOST:
                 self._settled.clear()
-            self._settled.add(facts)
-            del self._open[facts]
+            self._settled |= {facts, kind} if is_over and kind else {facts}
+            del self._begun[facts]
 
     def exchange(self, call: str, value: Any) -> list[Any]:
         """Returns a value of each rank, as JSON has it; counts as a call. Raises as `agree`."""
@@ -134,12 +164,12 @@ class Agreement:
         before = self._calls
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # KeyboardInterrupt too: messages of this call are lost
             if not is_known(error):
                 self.report(error, begun=self._calls > before)
             raise
 
-    def report(self, error: Exception, begun: bool = False) -> None:
+    def report(self, error: BaseException, begun: bool = False) -> None:
         """Tells the other ranks why a call failed here.
 
         Args:
@@ -187,7 +217,7 @@ class Agreement:
 
     def _forget(self) -> None:
         self._settled.clear()
-        self._open.clear()
+        self._begun.clear()
 
     def _tell(self, number: int, what: dict[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store may have ended
@@ -242,12 +272,12 @@ class Agreement:
         return f"failed/{rank}"
 
 
-def is_known(error: Exception) -> bool:
+def is_known(error: BaseException) -> bool:
     """Returns whether the other ranks know of an error, or have it too."""
     return isinstance(error, RankError) or getattr(error, "known_to_all_ranks", False)
 
 
-def know(error: Exception) -> None:
+def know(error: BaseException) -> None:
     """Notes that the other ranks know of an error, or have it too."""
     error.known_to_all_ranks = True  # type: ignore[attr-defined]
 

@@ -16,14 +16,15 @@ from ..checks.tensors import PACKED
 from ..errors import ArgumentError, UnsupportedError
 from ..interface.call import WithProbs, as_sink, has_backward, padded, resolve_options, with_ints
 from ..schemas import forward_call
-from ..types import Deterministic, Lengths
+from ..types import Deterministic, Lengths, Options
 from . import ops
-from .calls import of_kv, of_qkv, of_varlen_qkv, reported
+from .calls import of_kv, of_qkv, of_varlen_qkv
 from .dtensor import with_dtensors
 from .layout import CONTIGUOUS, check_order
 from .ops import CallSpec
-from .plan import plan_of
 from .ranks import Ranks, find_group
+
+_MOST = 1024  # calls of a group that are remembered as valid
 
 
 class Where(NamedTuple):
@@ -75,9 +76,17 @@ def _resolve(
     where: Where,
     sink: Any = None,
 ) -> CallSpec:
-    """Checks a call; see `flash_attn_func` for the errors."""
+    """Checks a call, unless one with such arguments has been; see `flash_attn_func`."""
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
+    tensors = q, k, v, sink, alibi_slopes, *(lengths or ())[:2]
+    try:
+        key = None if torch.compiler.is_compiling() else _key_of(tensors, found, where)
+        if key in ranks.valid:
+            known: CallSpec = ranks.valid[key]
+            return known
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # an argument of a wrong type
     validate(*forward_call((q, k, v), lengths, found, None, learnable_sink=sink))
     ranks.check(q.device)
     if found.dropout_p > 0:
@@ -116,7 +125,7 @@ def _resolve(
                 f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
                 f"heads, got {degree}"
             )
-    return CallSpec(
+    spec = CallSpec(
         ranks.name,
         check_order(where.order),
         degree,
@@ -125,11 +134,26 @@ def _resolve(
         sink is not None,
         *found[1:8],
     )
+    if key is not None:
+        if len(ranks.valid) >= _MOST:
+            ranks.valid.clear()
+        ranks.valid[key] = spec
+    return spec
 
 
-@reported
+def _key_of(tensors: tuple[Any, ...], found: Options, where: Where) -> tuple[Any, ...]:
+    """Returns all that the checks of a call depend on."""
+    kinds = [
+        one
+        if one is None
+        else (type(one), one.shape, one.dtype, one.device, one.layout, one.requires_grad)
+        for one in tensors
+    ]
+    how = where[2:]
+    return *kinds, torch.is_grad_enabled(), found, how, *map(type, how)
+
+
 @with_dtensors(tokens=1)
-@reported
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -222,9 +246,7 @@ flash_attn_qkvpacked_func = of_qkv(flash_attn_func, PACKED[3, False])
 flash_attn_kvpacked_func = of_kv(flash_attn_func, PACKED[2, False])
 
 
-@reported
 @with_dtensors(tokens=0)
-@reported
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -351,7 +373,6 @@ def explain(
     options = 0.0, None, causal, window_size, 0.0, split_size, None
     where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
     spec = _resolve(ranks, q, k, k, lengths, options, None, where)
-    shape, _ = ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec)
-    plan = plan_of(shape, ranks.rank)
+    plan = ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).plan
     heads = plan.forward.heads, plan.backward.heads
     return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)

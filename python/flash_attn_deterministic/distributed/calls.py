@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checks.tensors import check_packed
 from ..errors import FlashAttnError
+from ..private import STOPS
 from .agreement import is_known
 from .ranks import find_group, report
 
@@ -29,7 +30,7 @@ def reported(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not is_known(error):
+            if not is_known(error) and not isinstance(error, STOPS):
                 report(error, _group_of(function, args, kwargs))
             raise
 

@@ -7,25 +7,32 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError
+from .calls import reported
 from .ranks import group_of_dimension
 
 
 def with_dtensors(tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets a function take DTensors, whose placements give the group.
+    """Lets a function take DTensors, whose placements give the group; tells ranks of its errors.
 
     Args:
         tokens: the dimension of q, k and v that needs messages: 1, or 0 of packed sequences. Others
             but the last are independent.
     """
-    return lambda function: _wrapped(function, tokens)
+    return lambda function: reported(_wrapped(function, tokens))
 
 
 def _wrapped(function: Callable[..., Any], tokens: int) -> Callable[..., Any]:
+    of_group = reported(function)  # whose errors need not be told in all groups
+
     @functools.wraps(function)
     def wrapped(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         # Not imported here, as that takes a second: no tensor is a DTensor before the import.
         module = sys.modules.get("torch.distributed.tensor")
+        if module is None or type(q) is type(k) is type(v) is torch.Tensor:
+            return function(q, k, v, *args, **kwargs)
         DTensor: Any = getattr(module, "DTensor", ())
         if not any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             return function(q, k, v, *args, **kwargs)
@@ -33,7 +40,7 @@ def _wrapped(function: Callable[..., Any], tokens: int) -> Callable[..., Any]:
             raise ArgumentError("q, k, v: expected three DTensors or none, got both kinds")
         mesh, group = _sequence_group(q, k, v, kwargs, tokens)
         local = (tensor.to_local() for tensor in (q, k, v))
-        result = function(*local, *args, **{**kwargs, "group": group})
+        result = of_group(*local, *args, **{**kwargs, "group": group})
         out = result[0] if isinstance(result, tuple) else result
         placed = DTensor.from_local(out, mesh, q.placements, run_check=False)
         return (placed, *result[1:]) if isinstance(result, tuple) else placed

@@ -13,10 +13,10 @@ from .ranks import Ranks
 _WORD = torch.int32  # what messages are made of
 _ALIGN = 4  # words; torch gathers rows at multiples of 16 bytes by a faster kernel
 _gather = torch.ops.aten.index.Tensor_out
-Key = tuple[torch.device, int]
+Stream = tuple[torch.device, int]
 
 
-def stream_of(device: torch.device) -> Key:
+def stream_of(device: torch.device) -> Stream:
     """Returns a key for tensors that are kept: the allocator orders memory by streams."""
     if device.type != "cuda":
         return device, 0
@@ -47,30 +47,28 @@ class Places:
         self.counts, self.others, self.parts = counts, sum(counts), parts
         self.total = own + self.others
         self._pieces = at, length, torch.zeros_like(at) if head is None else head
-        self._index: dict[Key, torch.Tensor] = {}
-        self._inverse: dict[Key, torch.Tensor] = {}
+        self._index: dict[Stream, torch.Tensor] = {}
+        self._inverse: dict[Stream, torch.Tensor] = {}
 
-    def index(self, device: torch.device) -> torch.Tensor:
+    def index(self, stream: Stream) -> torch.Tensor:
         """Returns the rows: `parts` for each token."""
-        key = stream_of(device)
-        found = self._index.get(key)
+        found = self._index.get(stream)
         if found is None:
-            at, length, head = (one.to(device) for one in self._pieces)
+            at, length, head = (one.to(stream[0]) for one in self._pieces)
             which, offset = expand(length, self.total)
-            found = self._index[key] = (at[which] + offset) * self.parts + head[which]
+            found = self._index[stream] = (at[which] + offset) * self.parts + head[which]
         return found
 
-    def inverse(self, device: torch.device, room: int, first: int) -> torch.Tensor:
+    def inverse(self, stream: Stream, room: int, first: int) -> torch.Tensor:
         """Returns which row each of `room` rows is, if these are from `first`; behind them: none.
 
         Kept for the same room and first.
         """
-        key = stream_of(device)
-        found = self._inverse.get(key)
+        found = self._inverse.get(stream)
         if found is None:
-            found = torch.full((room,), first + self.total, device=device)
-            found[self.index(device)] = torch.arange(first, first + self.total, device=device)
-            self._inverse[key] = found
+            found = torch.full((room,), first + self.total, device=stream[0])
+            found[self.index(stream)] = torch.arange(first, first + self.total, device=stream[0])
+            self._inverse[stream] = found
         return found
 
 
@@ -90,26 +88,38 @@ class Route(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Some heads of a tensor (tokens, heads, width) on their way."""
+    """Some heads of a tensor (tokens, heads, width), to be sent or written."""
 
-    tensor: torch.Tensor  # from or into which rows go; contiguous if into it
-    first: int  # head, in each part of the heads
-    size: int  # heads
-
-    def rows(self, parts: int) -> torch.Tensor:
-        """Returns rows of words: of each token one for each part of the heads."""
-        words = in_one_piece(self.tensor).view(_WORD)
-        tokens, heads, width = words.shape
-        shape, strides = (tokens * parts, self.size * width), (heads // parts * width, 1)
-        return words.as_strided(shape, strides, words.storage_offset() + self.first * width)
+    rows: torch.Tensor  # of words: of each token one for each part of the heads
+    dtype: torch.dtype  # of the tensor
+    number: int  # of heads, in each part
+    width: int  # of a head
 
 
-def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that is contiguous from a whole word on: the same, or a copy."""
-    offset = tensor.storage_offset() * tensor.element_size()
-    if tensor.is_contiguous() and tensor.stride(-1) == 1 and offset % _WORD.itemsize == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+class Words:
+    """A tensor (tokens, heads, width) as rows of words.
+
+    Args:
+        tensor: the tensor; a copy is taken of one that is not in one piece.
+        parts: into which its heads are divided.
+    """
+
+    def __init__(self, tensor: torch.Tensor, parts: int) -> None:
+        offset = tensor.storage_offset() * tensor.element_size()
+        if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tokens, heads, self._width = tensor.shape
+        self._dtype, self._number = tensor.dtype, heads // parts
+        words = tensor.view(_WORD)
+        self._words = words.shape[2]  # of a head
+        self._rows = words.view(tokens * parts, self._number * self._words)
+
+    def heads(self, first: int = 0, number: int = 0) -> Heads:
+        """Returns `number` heads from `first` on, in each part; 0: all."""
+        rows = self._rows
+        if number and number < self._number:
+            rows = rows[:, first * self._words : (first + number) * self._words]
+        return Heads(rows, self._dtype, number or self._number, self._width)
 
 
 class Arriving:
@@ -121,21 +131,23 @@ class Arriving:
     Args:
         ranks: the ranks.
         route: of the rows.
-        given: the tensors.
+        given: the tensors; rows of all but the last one have to be multiples of 16 bytes.
+        stream: of the tensors.
         what: description of them, for errors.
     """
 
-    def __init__(self, ranks: Ranks, route: Route, given: Sequence[Heads], what: str) -> None:
-        self._route = route
-        self._shapes = [(one.tensor.dtype, one.size, one.tensor.shape[2]) for one in given]
+    def __init__(
+        self, ranks: Ranks, route: Route, given: Sequence[Heads], stream: Stream, what: str
+    ) -> None:
+        self._route, self._stream = route, stream
+        self._forms = [one[1:] for one in given]  # not the tensors, which may go
         sent, received = route.sent, route.received
-        device = given[0].tensor.device
-        rows = [one.rows(sent.parts) for one in given]
-        self._widths = [one.shape[1] for one in rows]
+        self._widths = [one.rows.shape[1] for one in given]
         self._widths.append(-sum(self._widths) % _ALIGN)
         has_gaps = received.total < route.room
         # Rows that stay here are between the sent ones and the others that arrive.
-        data = rows[0].new_empty((sent.total + received.others + has_gaps, sum(self._widths)))
+        size = sent.total + received.others + has_gaps, sum(self._widths)
+        data = torch.empty(size, dtype=_WORD, device=stream[0])
         if route.is_back:
             packed, going = data[received.others :], data[received.total :]
             arriving = data[: received.others]
@@ -144,31 +156,35 @@ class Arriving:
             arriving = data[sent.total : sent.total + received.others]
             if has_gaps:
                 data[-1].zero_()
-        index = [sent.index(device)]
-        for one, part in zip(rows, packed.split_with_sizes(self._widths, 1), strict=False):
-            _gather(one, index, out=part)
+        index = [sent.index(stream)]
+        for one, part in zip(given, packed.split_with_sizes(self._widths, 1), strict=False):
+            _gather(one.rows, index, out=part)
         # What arrives, and what stays here, is from this row.
         self._data, self._first = data, 0 if route.is_back else sent.others
         self._pending = ranks.all_to_all(going, arriving, sent.counts, received.counts, what)
 
     def new(self) -> list[torch.Tensor]:
-        """Returns what arrived as new tensors (room, heads, width), with zeros in the gaps."""
+        """Returns what arrived as tensors (room, heads, width), with zeros in the gaps.
+
+        They are views of one tensor, whose rows have all of them.
+        """
+        self._pending.wait()
         received, room = self._route.received, self._route.room
-        index = received.inverse(self._data.device, room, self._first)
-        found = []
-        for (dtype, *shape), part in zip(self._shapes, self._parts(self._data), strict=False):
-            found.append(part[index].view(dtype).view(room, *shape))
+        rows = self._data[received.inverse(self._stream, room, self._first)]
+        found, column = [], 0
+        for (dtype, number, width), words in zip(self._forms, self._widths, strict=False):
+            each = _WORD.itemsize // dtype.itemsize
+            strides = rows.shape[1] * each, width, 1
+            typed = rows.view(dtype)
+            found.append(typed.as_strided((room, number, width), strides, column * each))
+            column += words
         return found
 
     def into(self, targets: Sequence[Heads]) -> None:
-        """Writes what arrived into contiguous tensors."""
-        received = self._route.received
-        index = received.index(self._data.device)
-        arrived = self._data[self._first : self._first + received.total]
-        for target, part in zip(targets, self._parts(arrived), strict=False):
-            target.rows(received.parts).index_copy_(0, index, part)
-
-    def _parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Writes what arrived into tensors that are in one piece."""
         self._pending.wait()
-        parts: Sequence[torch.Tensor] = rows.split_with_sizes(self._widths, 1)
-        return parts
+        received = self._route.received
+        index = received.index(self._stream)
+        arrived = self._data[self._first : self._first + received.total]
+        for target, part in zip(targets, arrived.split_with_sizes(self._widths, 1), strict=False):
+            target.rows.index_copy_(0, index, part)

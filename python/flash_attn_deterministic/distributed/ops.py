@@ -11,6 +11,7 @@ import json
 import math
 import os
 import weakref
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -160,15 +161,11 @@ def _agreed(
     forward: int | None,
 ) -> Plan:
     """Checks that all ranks make the same call, and returns the plan of it."""
-    shape, facts = known(ranks, q, k, cu_seqlens, spec)
-    ranks.agreement.agree(call, facts, spec.backward and forward is None, forward)
+    found = known(ranks, q, k, cu_seqlens, spec)
+    follows = spec.backward and forward is None
+    ranks.agreement.agree(call, found.facts, found.kind, follows, forward)
     try:
-        if spec.has_sink and shape.has_blind_rows:
-            raise UnsupportedError(
-                "learnable_sink: expected None on several ranks where rows of q see no key: more "
-                "queries than keys in a sequence, or no keys"
-            )
-        return plan_of(shape, ranks.rank)
+        return found.plan
     except Exception as error:
         agreement.know(error)  # follows from what all ranks have agreed on
         raise
@@ -201,22 +198,42 @@ class Starts(tuple[int, ...]):
         return found
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a call's arguments say."""
+
+    rank: int  # of this process
+    shape: Shape  # what the plan depends on
+    facts: str  # JSON of what all ranks have to agree on
+    kind: str  # the same without lengths of packed sequences
+    has_sink: bool  # whether there is an attention sink
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """What this rank does; see `layout` for the errors of lengths that do not fit."""
+        if self.has_sink and self.shape.has_blind_rows:
+            raise UnsupportedError(
+                "learnable_sink: expected None on several ranks where rows of q see no key: more "
+                "queries than keys in a sequence, or no keys"
+            )
+        return plan_of(self.shape, self.rank)
+
+
 def known(
     ranks: Ranks,
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
     spec: CallSpec,
-) -> tuple[Shape, str]:
-    """Returns what the plan of a call depends on, and JSON of what all ranks have to agree on.
-
-    The host waits for new cu_seqlens.
-    """
+) -> Known:
+    """Returns what is known of a call. The host waits for new cu_seqlens."""
     starts = None
     if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
         starts = _values(cu_seqlens[0]), _values(cu_seqlens[1])
-    sizes = ranks.size, ranks.in_one_machine, KEY_BLOCK, tree.CHUNK_ROWS
-    return _known(q.dtype, q.device, q.shape, k.shape, starts, spec, *sizes)
+    where = ranks.rank, ranks.size, ranks.in_one_machine
+    return _known(
+        q.dtype, q.device, q.shape, k.shape, starts, spec, *where, KEY_BLOCK, tree.CHUNK_ROWS
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -227,11 +244,12 @@ def _known(
     shape_k: torch.Size,
     starts: tuple[Starts, Starts] | None,
     spec: CallSpec,
+    rank: int,
     size: int,
     one_machine: bool,
     block: int,
     chunk: int,
-) -> tuple[Shape, str]:
+) -> Known:
     facts = {
         "q.dtype": str(dtype),
         **{f"q.shape[{index}]": length for index, length in enumerate(shape_q)},
@@ -265,7 +283,9 @@ def _known(
     numbers = (int(one) if isinstance(one, bool) else one for one in spec[1:])
     facts |= dict(zip(_FACTS, numbers, strict=True))
     facts |= {"whether all ranks are on one machine": int(one_machine), **_installed(device)}
-    return shape, json.dumps(facts)
+    lengths = () if starts is None else ("cu_seqlens_q", "cu_seqlens_k", "q.shape[0]", "k.shape[0]")
+    kind = {name: one for name, one in facts.items() if name not in lengths}
+    return Known(rank, shape, json.dumps(facts), json.dumps(kind), spec.has_sink)
 
 
 @functools.cache
@@ -354,10 +374,10 @@ for _name, _body, _fake in (
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 _applies: dict[str, Any] = {}
-for _name, _context, _formula, _count in (
-    ("sequence_fwd", _setup, _backward, 3),
-    ("sequence_bwd", None, no_double_backward, 6),
+for _name, _body, _context, _formula, _count in (
+    ("sequence_fwd", _sequence_fwd, _setup, _backward, 3),
+    ("sequence_bwd", _sequence_bwd, None, no_double_backward, 6),
 ):
-    _applies[_name] = function_of(_name, _context, _formula)
+    _applies[_name] = function_of(_name, _context, _formula, _body)
     _kernel = autograd_kernel(_name, _applies[_name], _count)
     _library.impl(_name, _kernel, "Autograd", with_keyset=True)

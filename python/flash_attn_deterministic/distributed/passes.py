@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .. import schemas, tree
+from .. import schemas
 from ..ops.autograd import run
 from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from .exchange import Arriving, Heads, Route, in_one_piece
-from .plan import Call, Part, Pass, Plan
-from .plan import Sums as SumsPlan
+from .exchange import Arriving, Heads, Route, Stream, Words, stream_of
+from .plan import Call, Pass, Plan
 from .ranks import Ranks
+from .sums import Sums, added
 
-# Sums of dk, without softmax_scale, and of dv over some rows: (keys, nheads_k, head_dim), float32.
-KeySums = Sequence[torch.Tensor]
+# A piece of a result, and where it is.
+Piece = tuple[slice, torch.Tensor]
 
 
 class Rows(NamedTuple):
@@ -48,13 +47,14 @@ class _Step(NamedTuple):
         first = (self.first + self.head) * self.group
         return slice(first, first + self.size * self.group)
 
-    def rows(self, tensor: torch.Tensor) -> Heads:
-        """Returns the query heads of each part of a tensor with all of them."""
-        return Heads(tensor, self.head * self.group, self.size * self.group)
+    def rows(self, tensors: Iterable[Words]) -> list[Heads]:
+        """Returns the query heads of each part of tensors with all of them."""
+        first, count = self.head * self.group, self.size * self.group
+        return [one.heads(first, count) for one in tensors]
 
-    def keys(self, tensor: torch.Tensor) -> Heads:
+    def keys(self, tensors: Iterable[Words]) -> list[Heads]:
         """Returns the KV heads likewise."""
-        return Heads(tensor, self.head, self.size)
+        return [one.heads(self.head, self.size) for one in tensors]
 
 
 class _Steps:
@@ -62,6 +62,7 @@ class _Steps:
 
     Args:
         ranks: over which the sequences are distributed.
+        stream: of the tensors.
         degree: ranks over which heads are divided.
         part: of this rank.
         rows: tensors (tokens, nheads, ...) that come unless rows stay.
@@ -71,31 +72,36 @@ class _Steps:
     def __init__(
         self,
         ranks: Ranks,
+        stream: Stream,
         degree: int,
         part: Pass,
         rows: Sequence[torch.Tensor],
         keys: Sequence[torch.Tensor],
     ) -> None:
-        self._ranks, self._part = ranks, part
-        # What is sent, once for all steps.
-        self._rows = rows if part.rows is None else [*map(in_one_piece, rows)]
-        self._keys = keys if part.keys is None else [*map(in_one_piece, keys)]
+        self._ranks, self._stream, self._part, self._own = ranks, stream, part, rows
         each = keys[0].shape[1] // degree
         self._first, self._each = ranks.rank % degree * each, each
         self._group = rows[0].shape[1] // keys[0].shape[1]
-        self._coming = None if part.keys is None else self._start(0)
+        self._coming = None
+        # Whether rows stay, and one step has all heads.
+        self.are_one = part.rows is None and (part.keys is None or part.heads >= each)
+        if part.keys is not None:
+            # What is sent, once for all steps.
+            self._keys = [Words(one, degree) for one in keys]
+            self._rows = [] if part.rows is None else [Words(one, degree) for one in rows]
+            self._coming = self._start(0)
 
     def _start(self, head: int) -> tuple[_Step, list[Arriving]] | None:
         if head >= self._each:
             return None
         part = self._part
         step = _Step(self._first, head, min(part.heads, self._each - head), self._group)
-        rows, keys = [*map(step.rows, self._rows)], [*map(step.keys, self._keys)]
-        sent = [(part.rows, rows), (part.keys, keys)]
+        rows, keys = step.rows(self._rows), step.keys(self._keys)
+        sent = [(part.keys, keys), (part.rows, rows)]
         if part.rows is part.keys:  # on the same way: one message
-            sent = [(part.keys, rows + keys)]
+            sent = [(part.keys, keys + rows)]
         return step, [
-            Arriving(self._ranks, way, tensors, "rows and keys")
+            Arriving(self._ranks, way, tensors, self._stream, "rows and keys")
             for way, tensors in sent
             if way is not None
         ]
@@ -104,13 +110,11 @@ class _Steps:
         """Yields each step, with the rows of its heads, whether they came or not, and keys."""
         while self._coming is not None:
             step, arriving = self._coming
-            found = []
+            found = [tensor for message in arriving for tensor in message.new()]
             if self._part.rows is None:
-                found = [tensor[:, step.of_rows] for tensor in self._rows]
-            found += [tensor for message in arriving for tensor in message.new()]
+                found += self._own if self.are_one else (one[:, step.of_rows] for one in self._own)
             self._coming = self._start(step.head + step.size)
-            count = len(self._rows)
-            rows, keys = found[:count], found[count:]
+            keys, rows = found[:2], found[2:]
             del found, arriving
             yield step, rows, keys
 
@@ -139,32 +143,35 @@ def forward(
         out like q, and softmax_lse (nheads, tokens of q); 0 and +inf in rows of no
         sequence.
     """
-    part = plan.forward
-    steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
-    out = _blank(plan.local, part, q, q.shape)
-    lse = _blank(plan.local, part, q, (*q.shape[:2], 1), math.inf, torch.float32)
-    targets = out, lse
+    part, stream = plan.forward, stream_of(q.device)
+    steps = _Steps(ranks, stream, plan.degree, part, (q,), (k, v))
     # While the first keys come, sequences that need none.
-    for call in plan.local:
-        _write(targets, call.rows, _attend(call, q, (k, v), options, learnable_sink))
+    found = _attend(plan.local, q, (k, v), stream, options, learnable_sink)
+    if steps.are_one:
+        for _, (rows,), keys in steps:
+            found += _attend(part.calls, rows, keys, stream, options, learnable_sink)
+        return _results(found, q)
+    out, lse = _results(found, q, part.calls if part.rows is None else ())
+    targets: tuple[Words, ...] = ()
+    if part.rows is not None:
+        lse = lse.t().contiguous()  # it travels by rows
+        targets = Words(out, plan.degree), Words(lse[..., None], plan.degree)
+        lse = lse.t()
     going: list[Callable[[], None]] = []
-    for step, (rows, *_), keys in steps:
+    for step, (rows,), keys in steps:
         sink = None if learnable_sink is None else learnable_sink[step.of_rows]
-        found = [(call.rows, _attend(call, rows, keys, options, sink)) for call in part.calls]
-        of_heads = [target[:, step.of_rows] for target in targets]
+        found = _attend(part.calls, rows, keys, stream, options, sink)
         if part.rows is None:
-            for where, results in found:
-                _write(of_heads, where, results)
+            _write([(where, one) for where, one, _ in found], out[:, step.of_rows])
+            _write([(where, one) for where, _, one in found], lse[step.of_rows], 1)
             continue
-        sent = [
-            _joined([(where, results[side]) for where, results in found], like, rows.shape[0], fill)
-            for side, like, fill in zip((0, 1), of_heads, (0.0, math.inf), strict=True)
-        ]
-        more = [_sent(ranks, part.rows, sent, [*map(step.rows, targets)], "results")]
+        results, of_results = _results(found, rows)
+        sent = results, of_results.t()[..., None]
+        more = [_sent(ranks, part.rows, sent, step.rows(targets), stream, "results")]
         _finish(going)
         going = more
     _finish(going)
-    return out, lse[..., 0].t()
+    return out, lse
 
 
 def backward(
@@ -183,123 +190,152 @@ def backward(
     Returns:
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
     """
-    part = plan.backward
+    part, stream = plan.backward, stream_of(k.device)
     of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
-    steps = _Steps(ranks, plan.degree, part, of_rows, (k, v))
-    dq = _blank(plan.local, part, rows.q, rows.q.shape)
-    dk, dv = (one.new_zeros(one.shape) for one in (k, v))
-    for call in plan.local:
-        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(call, rows, (k, v), options)
+    steps = _Steps(ranks, stream, plan.degree, part, of_rows, (k, v))
+    local = [(call, _gradients(call, rows, (k, v), stream, options)) for call in plan.local]
+    of_dq = [(call.rows, one[0]) for call, one in local]
+    dq, dk, dv = rows.q, k, v
+    if part.keys is None or not steps.are_one:
+        later = (*part.calls, *part.runs) if part.rows is None else ()
+        dq = _joined(of_dq, dq, later)
+    # Whether the sums of one step are all of dk and dv.
+    only_sums = steps.are_one and part.whole is None
+    only_sums &= part.sums is not None and part.sums.keys == (slice(0, k.shape[0]),)
+    if not only_sums:
+        dk, dv = (
+            _joined([(call.keys, one[side]) for call, one in local], like)
+            for side, like in ((1, k), (2, v))
+        )
+    targets_q = [] if part.rows is None else [Words(dq, plan.degree)]
+    targets_k = [] if part.whole is None else [Words(one, plan.degree) for one in (dk, dv)]
+    del local
     going: list[Callable[[], None]] = []
     for step, (dout, q, out, *lse), keys in steps:
         here = Rows(dout, q, out, lse[0][..., 0].t() if lse else rows.softmax_lse[step.of_rows])
-        whole = [_backward_call(call, here, keys, options) for call in part.calls]
-        runs = [_backward_call(call, here, keys, options, sums=True) for call in part.runs]
+        whole = [_gradients(call, here, keys, stream, options) for call in part.calls]
+        runs = [_gradients(call, here, keys, stream, options, sums=True) for call in part.runs]
         calls = zip((*part.calls, *part.runs), (*whole, *runs), strict=True)
         found = [(call.rows, one[0]) for call, one in calls]
         moving: dict[Route, tuple[list[torch.Tensor], list[Heads]]] = {}
-        if part.rows is None:
-            for where, one in found:
-                dq[where, step.of_rows] = one
+        if steps.are_one:
+            dq = _joined([*of_dq, *found], rows.q)
+        elif part.rows is None:
+            _write(found, dq[:, step.of_rows])
         else:
-            moving[part.rows] = [_joined(found, q, q.shape[0])], [step.rows(dq)]
+            moving[part.rows] = [_joined(found, q)], step.rows(targets_q)
         if part.whole is not None:
-            for side, target in ((1, dk), (2, dv)):
-                pieces = [
-                    (call.keys, one[side]) for call, one in zip(part.calls, whole, strict=True)
-                ]
-                results, targets = moving.setdefault(part.whole, ([], []))  # same way: one message
-                results.append(_joined(pieces, keys[0], part.whole.room))
-                targets.append(step.keys(target))
-        del whole, found
-        more = [_sent(ranks, way, *both, "gradients") for way, both in moving.items()]
+            results, targets = moving.setdefault(part.whole, ([], []))  # same way: one message
+            like = keys[0][: part.whole.room]
+            for side in (1, 2):
+                pairs = zip(part.calls, whole, strict=True)
+                results.append(_joined([(call.keys, one[side]) for call, one in pairs], like))
+            targets += step.keys(targets_k)
+        more = [_sent(ranks, way, *both, stream, "gradients") for way, both in moving.items()]
+        del whole, found, moving
         if part.sums is not None:
-            sums = _Sums(ranks, plan.degree, part.sums, step, [one[1:] for one in runs], k)
-            more.append(functools.partial(sums.add_up, options, k, dk, dv))
+            sums = _Adding(ranks, part.sums, step.size, [one[1:] for one in runs], k)
+            if only_sums:
+                dk, dv = sums.finished(options, k)
+            else:
+                place = plan.degree, step.head
+                more.append(functools.partial(sums.write, options, k, dk, dv, *place))
         _finish(going)
         going = more
     _finish(going)
     return dq, dk, dv
 
 
-class _Sums:
+class _Adding:
     """Sums of dk and dv of a step: those of this rank's runs, and those on their way to it.
 
     Args:
         ranks: as in `forward`.
-        degree: ranks over which heads are divided.
         plan: of the sums.
-        step: the heads.
-        found: the sums of each run, for all keys of its call.
+        heads: of the step.
+        found: for each run sums of dk, without softmax_scale, and of dv, for all keys of its call:
+            (keys, heads, head_dim), float32.
         k: of this rank, all heads.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        degree: int,
-        plan: SumsPlan,
-        step: _Step,
-        found: Sequence[KeySums],
+        plan: Sums,
+        heads: int,
+        found: Sequence[Sequence[torch.Tensor]],
         k: torch.Tensor,
     ) -> None:
-        self._rank, self._degree, self._plan, self._step = ranks.rank, degree, plan, step
-        self._found = found
-        sent, received = ([2 * one for one in side] for side in plan.counts)  # dk and dv
-        self._begins = [0, *itertools.accumulate(received)]
-        shape = self._begins[-1], step.size, k.shape[2]
-        self._arrived = k.new_empty(shape, dtype=torch.float32)
+        self._plan, self._found = plan, found
+        sent, received = plan.counts
+        shape = sum(received), heads, k.shape[2]
+        self._arrived = torch.empty(shape, dtype=torch.float32, device=k.device)
         data = [found[run][side][keys] for run, keys in plan.sent for side in (0, 1)]
         message = torch.cat([self._arrived[:0], *data])
         self._pending = ranks.all_to_all(message, self._arrived, sent, received, "sums")
 
-    def add_up(self, options: Options, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Writes dk and dv, once the sums have arrived."""
+    def finished(self, options: Options, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns dk and dv of each part of heads, one after another, once sums have arrived."""
         self._pending.wait()
-        each = k.shape[1] // self._degree
-        for (keys, chunks, parts), head in itertools.product(
-            self._plan.arrivals, range(self._degree)
-        ):
-            count, first = keys.stop - keys.start, head * each + self._step.head
-            heads = slice(first, first + self._step.size)
-            sums = {part.node: self._of(part, head, count) for part in parts}
-            total = tree.add_up(sums, chunks, _added)
-            assert total is not None
-            given = *total, k[keys, heads], options.softmax_scale, options.softcap, 0.0
-            dk[keys, heads], dv[keys, heads] = run(("finish_key_sums", given))
+        total = added(self._plan, self._arrived, self._found)
+        sums = total.view(2, -1, *total.shape[1:])
+        given = *sums, k[:, : total.shape[1]], options.softmax_scale, options.softcap, 0.0
+        found: tuple[torch.Tensor, torch.Tensor] = run(("finish_key_sums", given))
+        return found
 
-    def _of(self, part: Part, head: int, count: int) -> KeySums:
-        """Returns the sums of a run for `count` keys, of the step's heads in a part of heads."""
-        by = part.team * self._degree + head
-        if by == self._rank:
-            dk, dv = (one[part.here : part.here + count] for one in self._found[part.run])
-            return dk, dv
-        places = (self._begins[by] + place for place in (part.dk, part.dv))
-        dk, dv = (self._arrived[place : place + count] for place in places)
-        return dk, dv
+    def write(
+        self,
+        options: Options,
+        k: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        degree: int,
+        head: int,
+    ) -> None:
+        """Writes dk and dv, from a head of each part of the heads on."""
+        if not self._plan.keys:
+            self._pending.wait()
+            return
+        for target, found in zip((dk, dv), self.finished(options, k), strict=True):
+            parts = target.view(target.shape[0], degree, -1, target.shape[2])
+            of_parts = found.view(degree, -1, *found.shape[1:]).transpose(0, 1)
+            size, row = found.shape[1], 0
+            for keys in self._plan.keys:
+                count = keys.stop - keys.start
+                parts[keys, :, head : head + size] = of_parts[row : row + count]
+                row += count
 
 
 def _attend(
-    call: Call,
+    calls: Iterable[Call],
     q: torch.Tensor,
     keys: Sequence[torch.Tensor],
+    stream: Stream,
     options: Options,
     sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out, and softmax_lse as (rows, nheads, 1), of the rows of a call."""
-    inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
-    lengths, own = call.given(q.device, options)
-    out, softmax_lse = run(schemas.forward_call(inputs, lengths, own, None, learnable_sink=sink))
-    return out, softmax_lse.t()[..., None]
+) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Returns the rows of each call, their out, and softmax_lse (nheads, rows)."""
+    found = []
+    for call in calls:
+        inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
+        lengths, own = call.given(stream, options)
+        results = run(schemas.forward_call(inputs, lengths, own, None, learnable_sink=sink))
+        found.append((call.rows, *results))
+    return found
 
 
-def _backward_call(
-    call: Call, rows: Rows, keys: Sequence[torch.Tensor], options: Options, sums: bool = False
+def _gradients(
+    call: Call,
+    rows: Rows,
+    keys: Sequence[torch.Tensor],
+    stream: Stream,
+    options: Options,
+    sums: bool = False,
 ) -> Gradients:
     """Computes dq, dk and dv of a call, rounded; with sums, dq and the sums of dk and dv."""
     dout, q, out = (one[call.rows] for one in rows[:3])
     inputs = q, keys[0][call.keys], keys[1][call.keys]
-    lengths, own = call.given(q.device, options)
+    lengths, own = call.given(stream, options)
     lse = rows.softmax_lse[:, call.rows].contiguous()
     gradients: Gradients = run(
         schemas.backward_call(dout, inputs, out, lse, lengths, own, None, None, sums)
@@ -307,44 +343,67 @@ def _backward_call(
     return gradients
 
 
-def _blank(
-    local: Iterable[Call],
-    part: Pass,
-    like: torch.Tensor,
-    shape: Sequence[int],
-    fill: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Returns a tensor for results of all rows, filled unless calls write every row."""
-    calls = (*local, *part.calls, *part.runs)
-    written = sum(call.rows.stop - call.rows.start for call in calls)
-    if part.rows is None and written == shape[0]:
-        return like.new_empty([*shape], dtype=dtype)
-    return like.new_full([*shape], fill, dtype=dtype)
-
-
-def _write(targets: Iterable[torch.Tensor], where: slice, results: Iterable[torch.Tensor]) -> None:
-    for target, result in zip(targets, results, strict=True):
-        target[where] = result
+def _results(
+    found: Sequence[tuple[slice, torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    later: Iterable[Call] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joins out and softmax_lse (nheads, rows) of rows like q; see `_joined`."""
+    out = _joined([(where, one) for where, one, _ in found], q, later)
+    return out, _joined([(where, one) for where, _, one in found], q, later, is_lse=True)
 
 
 def _joined(
-    found: Sequence[tuple[slice, torch.Tensor]], like: torch.Tensor, total: int, fill: float = 0.0
+    found: Sequence[Piece], like: torch.Tensor, later: Iterable[Call] = (), is_lse: bool = False
 ) -> torch.Tensor:
-    """Joins pieces of a tensor of `total` rows; one that is all of it is not copied.
+    """Joins pieces of a result; one that is all of it is not copied. Other rows are 0.
 
     Args:
-        found: where the pieces lie, and these.
-        like: has dtype, heads and width of the tensor.
-        total: its rows.
-        fill: what is elsewhere.
+        found: the pieces and their rows.
+        like: has shape and dtype of the result.
+        later: calls that write more rows.
+        is_lse: whether it is softmax_lse of rows like these, (nheads, rows), float32; others +inf.
     """
-    if len(found) == 1 and found[0][0] == slice(0, total):
-        return found[0][1]
-    into = like.new_full((total, *like.shape[1:]), fill)
-    for where, piece in found:
-        into[where] = piece
+    shape: tuple[int, ...] = like.shape
+    dtype, dim, fill = like.dtype, 0, 0.0
+    if is_lse:
+        shape, dtype, dim, fill = (shape[1], shape[0]), torch.float32, 1, math.inf
+    written = [(call.rows, like) for call in later]
+    if found and not written:
+        pieces = _all_of(found, shape[dim])
+        if pieces:
+            return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim)
+    if written and _all_of([*found, *written], shape[dim]):
+        into = like.new_empty(shape, dtype=dtype)
+    else:
+        into = like.new_full(shape, fill, dtype=dtype)
+    _write(found, into, dim)
     return into
+
+
+def _write(found: Sequence[Piece], into: torch.Tensor, dim: int = 0) -> None:
+    """Writes pieces of a dimension."""
+    pieces = _all_of(found, into.shape[dim])
+    if len(pieces) > 1:
+        torch.cat(pieces, dim, out=into)
+        return
+    for where, piece in found:
+        into.narrow(dim, where.start, where.stop - where.start).copy_(piece)
+
+
+def _all_of(found: Sequence[Piece], size: int) -> list[torch.Tensor]:
+    """Returns pieces in order if they are all of a dimension, otherwise none."""
+    pieces, row = [], 0
+    for where, piece in sorted(found, key=_start_of):
+        if where.start != row:
+            return []
+        pieces.append(piece)
+        row = where.stop
+    return pieces if row == size else []
+
+
+def _start_of(piece: Piece) -> int:
+    return int(piece[0].start)
 
 
 def _sent(
@@ -352,17 +411,14 @@ def _sent(
     way: Route,
     results: Sequence[torch.Tensor],
     targets: Sequence[Heads],
+    stream: Stream,
     what: str,
 ) -> Callable[[], None]:
     """Sends results back on the way on which their rows came, and returns what writes them."""
-    heads = [Heads(one, 0, one.shape[1]) for one in results]
-    return functools.partial(Arriving(ranks, way.back, heads, what).into, targets)
+    heads = [Words(one, 1).heads() for one in results]
+    return functools.partial(Arriving(ranks, way.back, heads, stream, what).into, targets)
 
 
 def _finish(going: Iterable[Callable[[], None]]) -> None:
     for end in going:
         end()
-
-
-def _added(left: KeySums, right: KeySums) -> KeySums:
-    return left[0] + right[0], left[1] + right[1]

@@ -28,8 +28,9 @@ import torch
 
 from ..types import Lengths, Options
 from . import model
-from .exchange import Key, Places, Route, stream_of
+from .exchange import Places, Route, Stream
 from .layout import Layout, Numbers, expand, layout_of, overlaps
+from .sums import Origin, Sums, sums_of
 
 # A multiple of the keys per block of every kernel, forward and backward.
 KEY_BLOCK = 128
@@ -101,49 +102,19 @@ class Call:
     starts_q: tuple[int, ...]  # values of cu_seqlens_q
     starts_k: tuple[int, ...]  # values of cu_seqlens_k
     mask: Mask  # of the call
-    _given: dict[tuple[Key, Options], tuple[Lengths, Options]] = field(default_factory=dict)
+    _given: dict[tuple[Stream, Options], tuple[Lengths, Options]] = field(default_factory=dict)
 
-    def given(self, device: torch.device, options: Options) -> tuple[Lengths, Options]:
+    def given(self, stream: Stream, options: Options) -> tuple[Lengths, Options]:
         """Returns the arguments of the op; kept, as each copy to a GPU makes the host wait."""
-        key = stream_of(device), options
+        key = stream, options
         found = self._given.get(key)
         if found is None:
             sides = self.starts_q, self.starts_k
-            q, k = (torch.tensor(one, dtype=torch.int32, device=device) for one in sides)
+            q, k = (torch.tensor(one, dtype=torch.int32, device=stream[0]) for one in sides)
             longest = [max(b - a for a, b in itertools.pairwise(one)) for one in sides]
             own = options._replace(window_left=self.mask.left, window_right=self.mask.right)
             found = self._given[key] = Lengths(q, k, longest[0], longest[1]), own
         return found
-
-
-Node = tuple[int, int]  # (n, i): the i-th run of 2^n chunks
-
-
-class Part(NamedTuple):
-    """Sums of a run for some keys: in messages of its team, or in a run of this rank."""
-
-    node: Node  # of the run
-    team: int  # that computes it
-    dk: int  # place in a message
-    dv: int  # likewise
-    run: int  # of this rank; -1: of another
-    here: int  # place in the keys of that run's call
-
-
-class Arrival(NamedTuple):
-    """The sums for keys that are all seen by the same runs."""
-
-    keys: slice  # in this rank's tensors
-    chunks: int  # of the sequence
-    parts: tuple[Part, ...]  # of each run
-
-
-class Sums(NamedTuple):
-    """How sums of runs go to the ranks of the keys."""
-
-    sent: tuple[tuple[int, slice], ...]  # pieces of messages: run, keys of its call; dk, then dv
-    counts: tuple[list[int], list[int]]  # keys of the message to each rank, and of that from each
-    arrivals: tuple[Arrival, ...]  # of sums, those of this rank too
 
 
 class Pass(NamedTuple):
@@ -563,6 +534,9 @@ class _Planner:
         low = found.begin - first[found.want]
         columns = (one[leaving].tolist() for one in (number[found.want], low, low + length))
         sent = tuple((run, slice(*keys)) for run, *keys in zip(*columns, strict=True))
+        to_others, from_others = counts[team].clone(), counts[:, rank].repeat_interleave(degree)
+        to_others[rank] = from_others[rank] = 0
+        arrives = 2 * (from_others.cumsum(0) - from_others)  # the row of each rank's message
         # Pieces of keys that are all seen by the same runs.
         mine = (own.rank == rank).nonzero().flatten()
         borders = torch.unique(torch.cat([begin, end]))  # type: ignore[no-untyped-call, unused-ignore]
@@ -574,23 +548,16 @@ class _Planner:
         pair = torch.searchsorted(pairs, run * own.rank.numel() + part[keys])
         node = (runs.begin - self._starts_q[runs.sequence])[run] // chunk >> levels[run]
         dk = 2 * at[pair] + low[keys] - found.begin[pair]
-        here_at = low[keys] - first[run]
-        numbered = levels[run], node, runs.rank[run], dk, dk + length[pair], number[run], here_at
-        parts: dict[int, list[Part]] = {}
-        for index, *numbers in zip(keys.tolist(), *(one.tolist() for one in numbered), strict=True):
-            parts.setdefault(index, []).append(Part((numbers[0], numbers[1]), *numbers[2:]))
+        numbered = levels[run], node, runs.rank[run], dk, length[pair], number[run]
+        columns = (one.tolist() for one in (*numbered, low[keys] - first[run]))
+        seen: dict[int, dict[tuple[int, int], Origin]] = {}
+        for index, n, i, *origin in zip(keys.tolist(), *columns, strict=True):
+            seen.setdefault(index, {})[n, i] = Origin(*origin)
         place, chunks = own.place(low), -(-self._lengths_q[own.sequence[part]] // chunk)
-        arrivals = tuple(
-            Arrival(
-                slice(int(place[index]), int(place[index] + high[index] - low[index])),
-                int(chunks[index]),
-                tuple(some),
-            )
-            for index, some in parts.items()
-        )
-        to_others, from_others = counts[team].clone(), counts[:, rank].repeat_interleave(degree)
-        to_others[rank] = from_others[rank] = 0
-        return Sums(sent, (to_others.tolist(), from_others.tolist()), arrivals)
+        places, rows, of = (one.tolist() for one in (place, high - low, chunks))
+        some = [(places[at], rows[at], of[at], origins) for at, origins in seen.items()]
+        both = [2 * one for one in to_others.tolist()], [2 * one for one in from_others.tolist()]
+        return sums_of(some, rank, degree, arrives.tolist(), sent, both)
 
     def _calls(
         self,

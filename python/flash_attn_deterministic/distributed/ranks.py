@@ -32,6 +32,7 @@ class Ranks:
         self.group, self.name = group, group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._can_send: set[str] = set()
+        self.valid: dict[Any, Any] = {}  # what calls with such arguments mean, once checked
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:

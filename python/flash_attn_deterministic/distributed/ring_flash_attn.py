@@ -36,12 +36,13 @@ Window = tuple[int, int]
 
 def _remember(own: torch.Tensor, whole: torch.Tensor, order: str, size: int) -> None:
     """Keeps the cu_seqlens of all ranks with those of this rank, for the next calls with them."""
-    own.of_all_ranks = (own._version, order, size), whole  # type: ignore[attr-defined]
+    if not own.is_inference():  # with a count of writes
+        own.of_all_ranks = (own._version, order, size), whole  # type: ignore[attr-defined]
 
 
 def _remembered(own: torch.Tensor, order: str, size: int) -> torch.Tensor | None:
     key, whole = getattr(own, "of_all_ranks", (None, None))
-    return whole if key == (own._version, order, size) else None
+    return whole if key is not None and key == (own._version, order, size) else None
 
 
 def llama3_flash_attn_prepare_cu_seqlens(

@@ -116,28 +116,34 @@ def autograd_kernel(
     return kernel
 
 
-def _below_autograd(name: str, keyset: Any, arguments: tuple[Any, ...]) -> Any:
+def _below_autograd(
+    name: str, keyset: Any, arguments: tuple[Any, ...], body: Callable[..., Any] | None = None
+) -> Any:
     op = getattr(_OPS, name)
     with C._AutoDispatchBelowAutograd():
         if keyset is None:
-            return getattr(op, "_op", op)(*arguments)
+            return (body or getattr(op, "_op", op))(*arguments)
         return op.default.redispatch(keyset & C._after_autograd_keyset, *arguments)
 
 
 def function_of(
-    name: str, setup: Callable[..., None] | None, backward: Callable[..., tuple[Any, ...]]
+    name: str,
+    setup: Callable[..., None] | None,
+    backward: Callable[..., tuple[Any, ...]],
+    body: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns apply of an op's torch.autograd.Function; see `autograd_kernel`.
 
     It is not Function's own, which in Python prepares calls under torch.func, and calls this one.
 
     `setup` takes the context, the arguments and the results; `backward` the context and gradients
-    of the results, and returns those of `count` tensors, and None for key set and arguments.
+    of the results, and returns those of `count` tensors, and None for key set and arguments. `body`
+    is that of an op in Python, to which calls without key set go past the dispatcher.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         keyset, arguments = inputs[-2:]
-        output = _below_autograd(name, keyset, arguments)
+        output = _below_autograd(name, keyset, arguments, body)
         if setup is not None:
             setup(ctx, arguments, output)
         return output

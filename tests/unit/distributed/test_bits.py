@@ -153,6 +153,11 @@ def test_memory_goes_back_without_the_garbage_collector(pool: Pool, degree: int)
     assert pool.run(ranks.kept_by_cycles, degree) == [[]] * 4
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_tensors_that_arrive_are_not_copied(pool: Pool, degree: int) -> None:
+    assert pool.run(ranks.misaligned, degree) == [[]] * 4
+
+
 def test_explain() -> None:
     with pool_of(2) as two:
         for found in two.run(ranks.explained):

@@ -222,9 +222,15 @@ def test_other_calls_on_one_rank(
 
 
 def test_checks_end_after_a_step_and_begin_after_a_failure(pool: Pool) -> None:
-    """A shape is told once in a forward and its backward, and again after an error of any rank."""
+    """All calls of the first step are told, and again after an error of any rank.
+
+    Of lengths alone that are new, one forward is; checkpoints make two forwards a backward.
+    """
+    dense = {"first": 4, "second": 0, "failed": 1, "after": 4, "off": 0, "always": 4}
+    packed = {"packed": 4, "packed again": 0, "packed anew": 1}
+    checkpointed = {"checkpointed": 5, "checkpointed again": 0, "checkpointed, third": 0}
     for told in pool.run(ranks.told_in_steps):
-        assert told == {"first": 2, "second": 0, "failed": 1, "after": 2, "off": 0, "always": 2}
+        assert told == {**dense, **packed, **checkpointed}
 
 
 def test_a_wrong_variable(pool: Pool) -> None:
@@ -262,17 +268,23 @@ def test_dtensors_on_one_rank_are_mixed() -> None:
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("begun", [False, True], ids=["before", "within"])
-def test_an_error_in_a_backward_of_one_rank(settled: bool, begun: bool) -> None:
+@pytest.mark.parametrize(
+    ("begun", "by"),
+    [(False, ValueError), (True, ValueError), (True, KeyboardInterrupt)],
+    ids=["before", "within", "interrupted"],
+)
+def test_an_error_in_a_backward_of_one_rank(
+    settled: bool, begun: bool, by: type[BaseException]
+) -> None:
     """The other rank is told while it waits for messages; the group is lost unless all know."""
     with pool_of(2, timeout=60) as two:
         begin = time.monotonic()
         (first, first_again), (second, second_again) = two.run(
-            ranks.broken_backward, settled, begun
+            ranks.broken_backward, settled, begun, by
         )
-        assert second == "ValueError: broken"
+        assert second == f"{by.__name__}: broken"
         assert first.startswith("RankError: rank 1 of 2 did not make the call")
-        assert "ValueError: broken" in first
+        assert second in first
         if settled or begun:
             for message in (first_again, second_again):
                 assert message.startswith("RankError: rank ")
@@ -436,6 +448,14 @@ def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, mes
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     with pytest.raises(package.FlashAttnError, match=message):
         llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size)
+
+
+def test_lengths_made_in_inference_mode() -> None:
+    """Such tensors have no count of writes: what all ranks have is not kept with them."""
+    with torch.inference_mode():
+        starts = torch.tensor([0, 5, 8], dtype=torch.int32)
+        own_q, own_k, *_ = llama3_flash_attn_prepare_cu_seqlens(starts, True, 1, 2)
+    assert (own_q.tolist(), own_k.tolist()) == ([0, 1, 4], [0, 5, 8])
 
 
 def test_lengths_in_a_list() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.distributed import model
-from flash_attn_deterministic.distributed.exchange import Places
+from flash_attn_deterministic.distributed.exchange import Places, stream_of
 from flash_attn_deterministic.distributed.layout import layout_of, tokens_of
 from flash_attn_deterministic.distributed.plan import (
     Call,
@@ -20,6 +20,7 @@ from flash_attn_deterministic.distributed.plan import (
     _planner_of,
     plan_of,
 )
+from flash_attn_deterministic.distributed.sums import added
 
 MASKS = {
     "full": Mask(-1, -1),
@@ -69,7 +70,7 @@ def _rows(places: Places, rank: int, last: int) -> dict[int, torch.Tensor]:
     order = [*others, rank] if last == rank else [rank, *others]
     own = places.total - places.others
     counts = [own if other == rank else places.counts[other] for other in order]
-    rows = torch.split_with_sizes(places.index(torch.device("cpu")), counts)
+    rows = torch.split_with_sizes(places.index(stream_of(torch.device("cpu"))), counts)
     return dict(zip(order, rows, strict=True))
 
 
@@ -138,18 +139,37 @@ def test_each_pair_is_computed_once(
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_keys_get_the_sums_of_all_chunks_that_see_them(mask: Mask) -> None:
     shape = _shape(((0, 38), (0, 38), 2, "contiguous", 1), mask)
-    seen = _seen((0, 38), (0, 38), mask)
-    for rank in range(2):
-        own = range(rank * 19, rank * 19 + 19)
-        sums = plan_of(shape, rank).backward.sums
+    plans = [plan_of(shape, rank) for rank in range(2)]
+    # The sums of a run are a power of two, on all keys: totals tell which runs were added.
+    rows_of: list[set[int]] = []
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
+    for rank, plan in enumerate(plans):
+        rows, _ = _tokens(shape, plan, plan.backward, rank)
+        for run in plan.backward.runs:
+            one = torch.full((run.keys.stop - run.keys.start, 1, 1), 2.0 ** len(rows_of))
+            found[rank].append((one, -one))
+            rows_of.append(set(rows[run.rows]))
+    assert sum(map(len, rows_of)) == len(set.union(*rows_of))
+    messages = []
+    for plan, runs in zip(plans, found, strict=True):
+        sums = plan.backward.sums
         assert sums is not None
-        for arrival in sums.arrivals:
-            assert arrival.chunks == 10
-            spans = [(i << n, (i + 1) << n) for (n, i), *_ in arrival.parts]
-            chunks = [chunk for span in spans for chunk in range(*span)]
-            assert len(chunks) == len(set(chunks))
-            keys = {own[key] for key in range(arrival.keys.start, arrival.keys.stop)}
-            assert {row // 4 for row, key in seen if key in keys} <= set(chunks)
+        data = [runs[run][side][keys] for run, keys in sums.sent for side in (0, 1)]
+        message = torch.cat([torch.zeros(0, 1, 1), *data])
+        messages.append(message.split_with_sizes(sums.counts[0]))
+    seen = _seen((0, 38), (0, 38), mask)
+    for rank, (plan, runs) in enumerate(zip(plans, found, strict=True)):
+        sums = plan.backward.sums
+        assert sums is not None
+        arrived = torch.cat([message[rank] for message in messages])
+        assert [len(message[rank]) for message in messages] == sums.counts[1]
+        dk, dv = added(sums, arrived, runs).view(2, -1)
+        assert torch.equal(dk, -dv)
+        keys = [key + 19 * rank for place in sums.keys for key in range(19)[place]]
+        for key, total in zip(keys, dk.tolist(), strict=True):
+            some = [rows for n, rows in enumerate(rows_of) if int(total) >> n & 1]
+            assert {row for row, other in seen if other == key} <= set.union(*some)
+        assert {key for _, key in seen if key // 19 == rank} <= set(keys)
 
 
 def test_a_sequence_of_one_chunk_on_several_ranks_is_a_run() -> None:
