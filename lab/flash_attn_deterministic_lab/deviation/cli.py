@@ -132,18 +132,23 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from error
 
 
-def _target(arguments: argparse.Namespace) -> Any:
+def _plan_and_target(arguments: argparse.Namespace) -> Any:
     from ..cli import check_device
-    from .instrument.target import load_target
+    from .instrument.target import ModelPlan, load_target
 
     check_device(arguments.device)
     if arguments.quick:
         arguments.count = 3
         if arguments.model == _MODEL:
             arguments.model = "language-tiny"
-    return load_target(
+    target = load_target(
         arguments.model, arguments.batches, arguments.count, arguments.device, arguments.checkpoint
     )
+    plan = ModelPlan(
+        arguments.model, arguments.attention, arguments.precision, arguments.device,
+        str(arguments.checkpoint or ""),
+    )  # fmt: skip
+    return plan, target
 
 
 def _intervals(found: Mapping[str, Sequence[float | None] | None]) -> str:
@@ -155,17 +160,13 @@ def _intervals(found: Mapping[str, Sequence[float | None] | None]) -> str:
 
 
 def _gradients(arguments: argparse.Namespace) -> None:
-    from .instrument.gradients import GradientPlan, run_gradients
+    from .instrument.gradients import run_gradients
 
     if not arguments.no_plots:
         from ..pictures import load_pyplot
 
         load_pyplot()  # fails before anything is computed
-    target = _target(arguments)
-    plan = GradientPlan(
-        arguments.model, arguments.attention, arguments.precision, arguments.device,
-        str(arguments.checkpoint or ""),
-    )  # fmt: skip
+    plan, target = _plan_and_target(arguments)
     value = run_gradients(plan, target, arguments.out, arguments.seconds)
     if value["done"] < len(target.batches):
         print(f"{value['done']} of {len(target.batches)} batches: time was over")
@@ -182,10 +183,8 @@ def _gradients(arguments: argparse.Namespace) -> None:
 def _tokens(arguments: argparse.Namespace) -> None:
     from .instrument.tokens import run_tokens
 
-    value = run_tokens(
-        _target(arguments), arguments.attention, arguments.precision, arguments.device,
-        arguments.out, arguments.seconds,
-    )  # fmt: skip
+    plan, target = _plan_and_target(arguments)
+    value = run_tokens(plan, target, arguments.out, arguments.seconds)
     print(f"{_intervals({'KL': value['kl']})} nats a token, {value['tokens']} tokens")
     numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
     print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")

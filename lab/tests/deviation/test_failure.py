@@ -10,8 +10,8 @@ import torch
 from flash_attn_deterministic import reference
 from flash_attn_deterministic_lab.deviation.attentions.masks import Call
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
-from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
 from flash_attn_deterministic_lab.deviation.training.runs import Run, Setup, train
 from flash_attn_deterministic_lab.deviation.training.sinks import Sinks
 
@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Gradients of W_q on rows with equal maxima."""
     target = load_target("sinks-small", "", 24, "cpu")
     folder = tmp_path_factory.mktemp("sinks")
-    found: Whole = run_gradients(GradientPlan("sinks-small", NAMES), target, folder)["whole"]
+    found: Whole = run_gradients(ModelPlan("sinks-small", NAMES), target, folder)["whole"]
     return found
 
 

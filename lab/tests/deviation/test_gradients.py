@@ -14,8 +14,8 @@ from flash_attn_deterministic_lab.cli import main
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
 from flash_attn_deterministic_lab.deviation.emulate.gradients import kept_output
 from flash_attn_deterministic_lab.deviation.instrument import gradients
-from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic_lab.deviation.instrument.target import Target, load_target
+from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, Target, load_target
 from flash_attn_deterministic_lab.deviation.numbers.formats import parse_format
 from flash_attn_deterministic_lab.deviation.study.files import read_result
 from flash_attn_deterministic_lab.errors import ArgumentError
@@ -63,7 +63,7 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     """The positive control: an error of one sign has a systematic share near 1."""
     target = load_target(f"{module}:model", f"{module}:batches", 6, "cpu")
     names = ("sdpa-math", "explicit", f"{module}:biased", "fa3")
-    value = run_gradients(GradientPlan("m", names), target, tmp_path)
+    value = run_gradients(ModelPlan("m", names), target, tmp_path)
     # What is added to every output reaches the bias of V the same way in every batch.
     bias = value["layers"]["qkv.bias"]
     assert bias[f"{module}:biased"]["systematic"][0] > 0.5
@@ -85,7 +85,7 @@ def test_an_interrupted_comparison_keeps_what_it_has(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_target(f"{module}:model", f"{module}:batches", 3, "cpu")
-    plan = GradientPlan("m", ("explicit",))
+    plan = ModelPlan("m", ("explicit",))
     real, done = gradients._one_batch, 0
 
     def interrupted(*args: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_a_weight_that_a_batch_does_not_use_has_no_gradient_there(tmp_path: Path
     signs = {bool(batch["x"].sum() > 0) for batch in batches}
     assert signs == {True, False}
     target = Target(Experts(), batches, None)
-    value = run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path)
+    value = run_gradients(ModelPlan("m", ("explicit",)), target, tmp_path)
     assert set(value["layers"]) == {"qkv.weight", "qkv.bias", "expert.weight", "expert.bias"}
 
 
@@ -215,7 +215,7 @@ def test_a_model_without_attention_is_an_error(module: str, tmp_path: Path) -> N
     torch.save([torch.ones(1, 16)] * 2, tmp_path / "batches.pt")
     target = load_target(f"{module}:blind", str(tmp_path / "batches.pt"), 2, "cpu")
     with pytest.raises(ArgumentError, match="model: expected calls"):
-        run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path / "out")
+        run_gradients(ModelPlan("m", ("explicit",)), target, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_models_without_a_gradient_are_refused(
     change(model)
     target = Target(model, list(itertools.islice(_batches(), 3)), None)
     with pytest.raises(ArgumentError, match=message):
-        run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path)
+        run_gradients(ModelPlan("m", ("explicit",)), target, tmp_path)
     with pytest.raises(ArgumentError, match="attention: expected at least one name"):
-        run_gradients(GradientPlan("m", ()), target, tmp_path)
+        run_gradients(ModelPlan("m", ()), target, tmp_path)
 
 
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from flash_attn_deterministic_lab.cli import main
 from flash_attn_deterministic_lab.deviation.forward.plan import Plan, run_forward
-from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
 from flash_attn_deterministic_lab.deviation.kernels.kernel_study import KernelPlan, run_kernels
 from flash_attn_deterministic_lab.deviation.report import page as page_module
 from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS
@@ -45,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     runs = ("repeat", "paper", "init", "fp16-paper")
     run_training(plan_of("drawings-tiny", "cpu", 4, runs, (0, 1)), folder / "training")
     target = load_target("sinks-small", "", 2, "cpu")
-    run_gradients(GradientPlan("sinks-small", ("kernel",)), target, folder / "sinks")
+    run_gradients(ModelPlan("sinks-small", ("kernel",)), target, folder / "sinks")
     return [folder / name for name in ("forward", "kernels", "training", "sinks")]
 
 

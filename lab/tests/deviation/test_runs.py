@@ -11,7 +11,7 @@ import pytest
 import torch
 from flash_attn_deterministic_lab.cli import main
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
-from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
 from flash_attn_deterministic_lab.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic_lab.deviation.instrument.weights import compare_runs, parse_references
 from flash_attn_deterministic_lab.errors import ArgumentError
@@ -112,7 +112,7 @@ def test_padding_does_not_count(tmp_path: Path) -> None:
     mask[:, :40] = 0
     target.batches = [{"tokens": batch, "attention_mask": mask} for batch in target.batches]
     target.workload = Padded()  # type: ignore[assignment]
-    value = run_tokens(target, ("exact", "explicit:p4"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("exact", "explicit:p4")), target, tmp_path)
     assert value["tokens"] == 3 * 4 * 8
 
 
@@ -120,21 +120,22 @@ def test_logits_that_are_nan_are_named(tmp_path: Path) -> None:
     target = load_target("language-tiny", "", 3, "cpu")
     torch.nn.init.constant_(next(target.model.parameters()), math.nan)
     with pytest.raises(ArgumentError, match="expected finite logits with exact, got NaN"):
-        run_tokens(target, ("exact", "explicit"), "bf16", "cpu", tmp_path)
+        run_tokens(ModelPlan("m", ("exact", "explicit")), target, tmp_path)
 
 
 def test_an_attention_has_no_mismatch_with_itself(tmp_path: Path) -> None:
     target = load_target("language-tiny", "", 3, "cpu")
-    value = run_tokens(target, ("kernel", "kernel"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("kernel", "kernel")), target, tmp_path)
     assert value["kl"] == [0, 0, 0]
     assert value["same"] == 1
     assert value["difference"]["q1"] == 0
     assert value["tokens"] == 3 * 4 * 48
+    assert value["configuration"]["model"] == "m"
 
 
 def test_log_probabilities_of_two_attentions_differ_a_little(tmp_path: Path) -> None:
     target = load_target("language-tiny", "", 3, "cpu")
-    value = run_tokens(target, ("exact", "explicit:p4"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("exact", "explicit:p4")), target, tmp_path)
     low, middle, high = value["kl"]
     assert 0 < low <= middle <= high < 0.1
     assert 0 < value["difference"]["q0.5"] <= value["difference"]["q1"] < 1
@@ -144,11 +145,11 @@ def test_log_probabilities_of_two_attentions_differ_a_little(tmp_path: Path) -> 
 
 def test_decode_is_compared_with_prefill(tmp_path: Path) -> None:
     target = load_target("language-tiny", "", 2, "cpu")
-    value = run_tokens(target, ("ours-decode", "ours"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("ours-decode", "ours")), target, tmp_path)
     assert (value["same"], value["kl"][1]) == (1, 0)
     assert value["batch_invariant"] == {"ours-decode": True, "ours": True}
     # The same function, in products of other shapes.
-    value = run_tokens(target, ("sdpa-flash-decode", "sdpa-flash"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("sdpa-flash-decode", "sdpa-flash")), target, tmp_path)
     assert value["same"] < 1
     assert 0 < value["kl"][1] < 1e-4
 
@@ -166,11 +167,11 @@ def test_batch_dependence_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tokens, "find_attention", lambda name: dependent if name == "mine" else plain
     )
     target = load_target("language-tiny", "", 3, "cpu")
-    value = run_tokens(target, ("mine", "explicit"), "bf16", "cpu", tmp_path)
+    value = run_tokens(ModelPlan("m", ("mine", "explicit")), target, tmp_path)
     assert value["batch_invariant"] == {"mine": False, "explicit": True}
 
 
 def test_two_attentions_are_needed(tmp_path: Path) -> None:
     target = load_target("language-tiny", "", 3, "cpu")
     with pytest.raises(ArgumentError, match="attention: expected two names, got 1"):
-        run_tokens(target, ("explicit",), "bf16", "cpu", tmp_path)
+        run_tokens(ModelPlan("m", ("explicit",)), target, tmp_path)

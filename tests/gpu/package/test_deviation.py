@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
 from flash_attn_deterministic_lab.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic_lab.deviation.kernels.kernel_study import KernelPlan, run_kernels
 from flash_attn_deterministic_lab.deviation.study.files import read_result
@@ -75,9 +75,9 @@ def test_every_operation_of_a_training_repeats(attention: str) -> None:
 
 def test_our_gradients_and_tokens_in_a_model(tmp_path: Path) -> None:
     target = load_target("language-25m", "", 3, "cuda")
-    plan = GradientPlan("language-25m", ("ours", "explicit"), device="cuda")
+    plan = ModelPlan("language-25m", ("ours", "explicit"), device="cuda")
     whole = run_gradients(plan, target, tmp_path)["whole"]
     assert 0 < whole["ours"]["error"][1] < 0.05
-    value = run_tokens(target, ("ours", "explicit"), "bf16", "cuda", tmp_path)
+    value = run_tokens(plan, target, tmp_path)
     assert value["batch_invariant"]["ours"]
     assert 0 <= value["kl"][1] < 1e-3

@@ -8,11 +8,12 @@ a step's result is then rounded once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..attentions.masks import Call
-from .steps import STEP_NAMES, Preset, Round, Steps, rounder
+from .steps import STEP_NAMES, Preset, Steps
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
@@ -21,6 +22,10 @@ _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
 
 def _or_one(total: torch.Tensor) -> torch.Tensor:
     return torch.where(total == 0, 1.0, total)
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def tiled_attention(call: Call, preset: Preset, steps: Steps, block_c: int) -> torch.Tensor:
@@ -32,7 +37,7 @@ def tiled_attention(call: Call, preset: Preset, steps: Steps, block_c: int) -> t
     Tensors are float32 or float64.
     """
     call = call.plain()
-    rounded = {name: rounder(steps.get(name)) for name in STEP_NAMES}
+    rounded = {name: steps[name].round if name in steps else _as_it_is for name in STEP_NAMES}
 
     def attend(rows: Call) -> torch.Tensor:
         if preset.algorithm == "renormalised":
@@ -46,7 +51,7 @@ def tiled_attention(call: Call, preset: Preset, steps: Steps, block_c: int) -> t
 
 
 _State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l and O of each row
-_Rounded = dict[str, Round]
+_Rounded = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor) -> _State:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
 
 from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat, parse_format
-
-Round = Callable[[torch.Tensor], torch.Tensor]
-
 
 Steps = Mapping[str, NumberFormat]  # the format of a step's result; none: the computation's
 
@@ -34,13 +29,6 @@ STEP_NAMES = (
 WITHIN_LINES = ("sum_terms", "weight", "products", "mixed")
 LINES = "+".join(WITHIN_LINES)
 TILING = f"rescale+{LINES}"
-
-
-def rounder(number_format: NumberFormat | None) -> Round:
-    """Returns what rounds a step; the identity for None."""
-    if number_format is None:
-        return lambda values: values
-    return number_format.round
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,16 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention
 from ..numbers.intervals import bounds, expanded_tail, mean_interval, resamples
-from ..study.environment import Progress, autocast, one_thread, repeatable
+from ..study.environment import autocast, one_thread, repeatable
 from ..study.files import new_result, write_result
-from .target import Target
+from .target import ModelPlan, Target
 
 SAMPLE = 16384
 _SMALLEST = 1e-300  # for a gradient of 0
 
 
-@dataclass(frozen=True)
-class GradientPlan:
-    """What is compared."""
-
-    model: str  # its name, for the record
-    attentions: tuple[str, ...]  # names, see `find_attention`
-    precision: str = "bf16"  # bf16, fp16: autocast; fp32: none
-    device: str = "cpu"
-    checkpoint: str = ""  # for the record
-
-
 def run_gradients(
-    plan: GradientPlan,
-    target: Target,
-    folder: Path,
-    seconds: float | None = None,
+    plan: ModelPlan, target: Target, folder: Path, seconds: float | None = None
 ) -> dict[str, Any]:
     """Runs the comparison.
 
@@ -68,7 +54,7 @@ def run_gradients(
         ArgumentError: no attention works, the model calls none, has no weights to train, or its
             gradients are NaN.
     """
-    start, slowest = time.monotonic(), 0.0
+    start = time.monotonic()
     if not plan.attentions:
         raise ArgumentError("attention: expected at least one name, got none")
     found = {name: find_attention(name) for name in plan.attentions}
@@ -77,20 +63,14 @@ def run_gradients(
         raise ArgumentError("model: expected parameters that require a gradient, got none")
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    progress = Progress("gradients", len(target.batches))
     with repeatable(plan.device):
-        for number, batch in enumerate(target.batches):
-            before = time.monotonic()
-            if seconds is not None and number >= 2 and before - start + slowest > seconds:
-                break
+        for number, batch in target.batches_within(seconds, "gradients"):
             try:
                 samples.append(_one_batch(plan, target, batch, found, missing))
             except KeyboardInterrupt:  # what was measured is written
                 if number < 2:
                     raise
                 break
-            slowest = max(slowest, time.monotonic() - before)
-            progress.advance(f"batch {number}")
     names = [name for name in plan.attentions if name not in missing]
     if not names:
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
@@ -113,7 +93,7 @@ def run_gradients(
 
 
 def _one_batch(
-    plan: GradientPlan,
+    plan: ModelPlan,
     target: Target,
     batch: Any,
     attentions: dict[str, Attention],
@@ -160,7 +140,7 @@ def _one_batch(
 
 
 def _gradient(
-    plan: GradientPlan, target: Target, batch: Any, attention: Any
+    plan: ModelPlan, target: Target, batch: Any, attention: Any
 ) -> dict[str, torch.Tensor]:
     """Returns the kept entries of each parameter's gradient."""
     target.model.zero_grad(set_to_none=True)

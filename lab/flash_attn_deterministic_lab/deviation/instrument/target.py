@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from ...errors import ArgumentError
 from ..attentions.registry import made_by
+from ..study.environment import Progress
 from ..study.files import load_tensors
 from ..training.workload import Workload, checked_workload, find_workload
 
@@ -24,6 +26,17 @@ def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
     return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is compared on a model."""
+
+    model: str  # its name, for the record
+    attentions: tuple[str, ...]  # names, see `find_attention`
+    precision: str = "bf16"  # bf16, fp16: autocast; fp32: none
+    device: str = "cpu"
+    checkpoint: str = ""  # for the record
+
+
 @dataclass
 class Target:
     """A model, its batches, and what it says of them."""
@@ -31,6 +44,21 @@ class Target:
     model: torch.nn.Module  # on its device
     batches: list[Any]
     workload: Workload | None  # gives loss and outputs; None: the model itself does
+
+    def batches_within(self, seconds: float | None, name: str) -> Iterator[tuple[int, Any]]:
+        """Yields batches with their numbers, and says how far a study of this name is.
+
+        Those after the second are left out if they would end later than `seconds`.
+        """
+        start, slowest = time.monotonic(), 0.0
+        progress = Progress(name, len(self.batches))
+        for number, batch in enumerate(self.batches):
+            before = time.monotonic()
+            if seconds is not None and number >= 2 and before - start + slowest > seconds:
+                return
+            yield number, batch
+            slowest = max(slowest, time.monotonic() - before)
+            progress.advance(f"batch {number}")
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Returns the loss of a batch, a scalar."""

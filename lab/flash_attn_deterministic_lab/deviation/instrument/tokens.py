@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,17 @@ from ..attentions.substitute import replaced_attention
 from ..numbers.intervals import bootstrap
 from ..study.environment import autocast
 from ..study.files import new_result, write_result
-from .target import Target
+from .target import ModelPlan, Target
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 def run_tokens(
-    target: Target,
-    attentions: tuple[str, ...],
-    precision: str,
-    device: str,
-    out: Path,
-    seconds: float | None = None,
+    plan: ModelPlan, target: Target, folder: Path, seconds: float | None = None
 ) -> dict[str, Any]:
     """Compares next-token distributions with the attentions that sample and that train.
 
-    No batch but the first two is started later than `seconds`.
+    Batches after the second are not started if they would end later than `seconds`.
 
     Returns:
         tokens.json: "kl": mean over tokens of KL(first || second) in nats, with its interval over
@@ -43,18 +38,15 @@ def run_tokens(
         ArgumentError: not two attentions, a model without logits or attention, or logits that are
             NaN.
     """
-    if len(attentions) != 2:
-        raise ArgumentError(f"attention: expected two names, got {len(attentions)}")
-    found = [find_attention(name) for name in attentions]
+    if len(plan.attentions) != 2:
+        raise ArgumentError(f"attention: expected two names, got {len(plan.attentions)}")
+    found = {name: find_attention(name) for name in plan.attentions}
     kls, differences = [], []
     invariant: dict[str, bool] = {}
-    start = time.monotonic()
-    for number, batch in enumerate(target.batches):
-        if seconds is not None and number >= 2 and time.monotonic() - start > seconds:
-            break
+    for number, batch in target.batches_within(seconds, "tokens"):
         logs = []
-        for name, attention in zip(attentions, found, strict=True):
-            logits, kept = _logits(target, batch, attention, precision, device)
+        for name in plan.attentions:
+            logits, kept = _logits(plan, target, batch, found[name])
             if not logits.isfinite().all():
                 raise ArgumentError(
                     f"model: expected finite logits with {name}, got NaN or infinite ones in batch "
@@ -72,9 +64,9 @@ def run_tokens(
     changes = torch.cat(differences)
     sums = torch.tensor([kls, [float(len(change)) for change in differences]], dtype=torch.float64)
     ordered = changes.abs().sort().values
-    configuration = {"attentions": list(attentions), "precision": precision}
+    configuration = {**asdict(plan), "batches": len(target.batches)}
     value = {
-        **new_result("tokens", configuration, device),
+        **new_result("tokens", configuration, plan.device),
         "tokens": len(changes),
         "kl": bootstrap(len(kls), lambda i: sums[0][i].sum(-1) / sums[1][i].sum(-1)).listed(),
         "difference": {
@@ -85,7 +77,7 @@ def run_tokens(
         "same": float((changes == 0).double().mean()),
         "batch_invariant": invariant,
     }
-    write_result(out, value)
+    write_result(folder, value)
     return value
 
 
@@ -100,7 +92,7 @@ def _shown(batch: Any, logits: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(
-    target: Target, batch: Any, attention: Attention, precision: str, device: str
+    plan: ModelPlan, target: Target, batch: Any, attention: Attention
 ) -> tuple[torch.Tensor, bool]:
     """Returns logits, and whether each sequence's attention has the same bits alone."""
     invariant = True
@@ -121,6 +113,6 @@ def _logits(
             invariant = invariant and torch.equal(bits[0], bits[1])
         return out
 
-    with autocast(device, precision), replaced_attention(attend):
+    with autocast(plan.device, plan.precision), replaced_attention(attend):
         logits = target.logits(batch)
     return logits, invariant
