@@ -65,11 +65,19 @@ def test_every_attention_is_torchs_forward_and_backward(name: str, option: str) 
         assert float(error) < 0.03, (name, option)
 
 
-@pytest.mark.parametrize("options", [
-    {"is_causal": True, "scale": 0.5},
-    {"attn_mask": torch.ones(24, 24).tril().bool()},
-    {"attn_mask": torch.zeros(2, 1, 24, 24).masked_fill(torch.ones(24, 24).triu(1) > 0, -math.inf)},
-], ids=["causal", "mask", "bias"])  # fmt: skip
+LATER = torch.ones(24, 24).triu(1) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "scale": 0.5},
+        {"attn_mask": ~LATER},
+        {"attn_mask": torch.zeros(2, 1, 24, 24).masked_fill(LATER, -math.inf)},
+        {"attn_mask": torch.zeros(24, 24).masked_fill(LATER, -65504.0)},
+    ],
+    ids=["causal", "mask", "bias", "large"],
+)
 def test_decode_is_the_same_function_token_by_token(options: dict[str, Any]) -> None:
     q, k, v, _ = _tensors(1)
     found = find_attention("exact-decode")(q, k, v, enable_gqa=True, **options)

@@ -10,6 +10,8 @@ import torch
 
 from ...errors import ArgumentError
 
+_HIDDEN = -1e4  # what is added to a score and leaves nothing of it in a softmax
+
 
 @dataclass(frozen=True)
 class Call:
@@ -86,7 +88,9 @@ class Call:
 
 
 def _hides(bias: torch.Tensor, places: torch.Tensor) -> bool:
-    return bool((bias.expand(*bias.shape[:-2], *places.shape)[..., places] == -math.inf).all())
+    """Returns whether all places are hidden, also by a large number, as some models do."""
+    there = bias.expand(*bias.shape[:-2], *places.shape)[..., places]
+    return bool((there <= _HIDDEN).all())
 
 
 def call_of(
