@@ -109,7 +109,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
-    from ..build_info import build_info
     from . import environment, installed, outcome, tasks
     from .run import Run
     from .shared.commands import sigterm_interrupts
@@ -122,10 +121,9 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     options = tasks.Options(arguments.device, arguments.quick)
     listed = tasks.list_tasks(options, tasks.holds(options.device))
     run = Run(options, arguments.out, wheel, found, machine(options.device), listed)
-    needed = environment.needed_settings(build_info())
     with sigterm_interrupts():
         try:
-            with Supervisor(options, settings=needed) as supervisor:
+            with Supervisor(options) as supervisor:
                 run.execute(supervisor)
         except KeyboardInterrupt:
             run.write()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..architectures import Architecture, parse
-from ..build_info import BuildInfo
+from ..build_info import BuildInfo, build_info
 
 # Head dims and dtypes that the sections need.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
@@ -21,23 +21,22 @@ _SETTINGS = ("FA2_", "FLASH_ATTENTION_")
 
 
 @contextlib.contextmanager
-def without_settings(needed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Within the block, the environment has no variable that the package reads but the needed."""
+def without_settings() -> Iterator[None]:
+    """Within the block, the environment has no variable that the package reads.
+
+    But a wheel of PTX alone, which is made of a release's, has the places of Hopper's kernels and
+    nothing in them: it runs the others.
+    """
+    hopper = any(one.family == "sm90" for one in build_info().instances)
+    needed = {} if hopper else {"FLASH_ATTENTION_FAMILY": "sm80"}
     own = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_SETTINGS)}
-    os.environ.update(needed or {})
+    os.environ.update(needed)
     try:
         yield
     finally:
-        for name in needed or {}:
+        for name in needed:
             del os.environ[name]
         os.environ.update(own)
-
-
-def needed_settings(info: BuildInfo) -> dict[str, str]:
-    """Returns variables without which a wheel does not run: one of PTX alone, which is made of a
-    release's, has the places of Hopper's kernels, and nothing in them."""
-    hopper = any(one.family == "sm90" for one in info.instances)
-    return {} if hopper else {"FLASH_ATTENTION_FAMILY": "sm80"}
 
 
 def architectures(
@@ -89,7 +88,6 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
 
 def problems(device: str, record: Mapping[str, Any], deterministic: bool) -> list[str]:
     """Returns why a report on this machine and wheel cannot mean what it should."""
-    from ..build_info import build_info
     from ..info.collect import driver_floor
     from .tasks import holds
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,12 @@ class Supervisor:
         options: of the run.
         execute: what runs a task in the child: a function of a module.
         silence: seconds without an event after which a worker counts as hanging.
-        settings: variables of the worker's environment.
     """
 
     def __init__(
-        self,
-        options: Options,
-        execute: Execute = tasks.execute,
-        silence: float = 300.0,
-        settings: Mapping[str, str] | None = None,
+        self, options: Options, execute: Execute = tasks.execute, silence: float = 300.0
     ) -> None:
         self._options, self._execute, self._silence = options, execute, silence
-        self._settings = settings
         self._process: Any = None
         self._events: Any = None
         self._folder = tempfile.TemporaryDirectory()
@@ -94,7 +88,7 @@ class Supervisor:
         self._events, other = context.Pipe()
         arguments = (other, self._execute, self._options, str(self._errors))
         self._process = context.Process(target=_work, args=arguments, daemon=True)
-        with without_settings(self._settings):  # the checks set what else they need themselves
+        with without_settings():  # the checks set what else they need themselves
             self._process.start()
         other.close()
 

@@ -39,7 +39,7 @@ class StandIn:
 
     instead: ClassVar[Answers]
 
-    def __init__(self, options: tasks.Options, settings: dict[str, str]) -> None:
+    def __init__(self, options: tasks.Options) -> None:
         pass
 
     def __enter__(self) -> StandIn:

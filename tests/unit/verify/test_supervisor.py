@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_deterministic.build_info import Instance, build_info
-from flash_attn_deterministic.verify.environment import needed_settings
+from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.supervisor import Supervisor
 from flash_attn_deterministic.verify.tasks import Options, Task
 
@@ -133,7 +133,7 @@ def test_a_wheel_without_hoppers_kernels_runs_the_others(
 ) -> None:
     monkeypatch.delenv("FLASH_ATTENTION_FAMILY", raising=False)
     info = replace(build_info(), instances=(Instance("fwd", "bf16", 64, family),))
-    supervisor._settings = needed_settings(info)
+    monkeypatch.setattr(environment, "build_info", lambda: info)
     found = supervisor.run(Task("contract", "good"), nothing)["data"]["settings"]
     assert found == ["FLASH_ATTENTION_FAMILY"] * (family == "sm80")
     assert "FLASH_ATTENTION_FAMILY" not in os.environ
