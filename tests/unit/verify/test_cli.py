@@ -25,9 +25,10 @@ from flash_attn_deterministic.verify import supervisor as supervisors
 from flash_attn_deterministic.verify.installed import Installed, NotInstalledError
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.run import Run
+from flash_attn_deterministic.verify.shared import provenance
 from jsonschema import Draft202012Validator
 
-from verify.samples import ENVIRONMENT, accuracy, contract
+from verify.samples import ENVIRONMENT, accuracy, contract, measured
 
 SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
 
@@ -51,6 +52,8 @@ class StandIn:
     def run(self, task: tasks.Task, on_case: Callable[..., None]) -> dict[str, Any]:
         on_case("a case", 0, 2)
         other = self.instead.get(task.section, self.instead.get(task.id, dict))
+        if task.section in tasks.TIMED:
+            return {**measured(task.section), **other()}
         return {**(contract() if task.section == "contract" else accuracy(task.id)), **other()}
 
 
@@ -83,6 +86,17 @@ def test_all_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "passed          Contract" in captured.out
     assert "contract: batch: passed" in captured.err
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_run_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "check_device", lambda device: None)
+    monkeypatch.setattr(provenance, "machine", lambda device: ENVIRONMENT)
+    monkeypatch.setattr(tasks, "holds", lambda device: lambda config: True)
+    assert main(["verify", "--out", str(tmp_path)]) == Exit.PASSED
+    record = read(tmp_path)
+    assert {section["status"] for section in record["sections"]} == {"passed"}
+    assert record["environment"] == ENVIRONMENT
 
 
 @pytest.mark.parametrize(
