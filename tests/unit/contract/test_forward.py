@@ -12,6 +12,7 @@ import torch
 from attention_cases import drawn, same, tiles
 from bits import all_equal, bits_equal
 from flash_attn_deterministic.reference import State, attention, batch, forward, merge_state
+from flash_attn_deterministic.verify.contract import layouts
 from flash_attn_deterministic.verify.contract.call import garbage, part
 from flash_attn_deterministic.verify.features import CAUSAL, OF_CONTRACT
 
@@ -77,6 +78,18 @@ def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
     call = drawn(feature, 2, 67, 67).queries(66, 67)
     left, _ = call.options.get("window_size", (-1, -1))
     assert same(call(), call.with_options(causal=False, window_size=(left, -1))())
+
+
+# --- varlen -------------------------------------------------------------------------------------
+
+
+def test_sequences_go_together_by_their_lengths() -> None:
+    """9 keys, and 5 behind a pad of 2: what 2 pads and 5 keys add up to is no length."""
+    call = drawn("causal", 2, 3, 9)
+    packed = layouts.packed(call, [3, 3], [9, 5], room=12, leftpad=2).parts
+    cached = layouts.cached(call, [9, 5], room=12, leftpad=2)
+    for one, own in (*packed, *cached):
+        assert same(one(), own)
 
 
 # --- heads --------------------------------------------------------------------------------------

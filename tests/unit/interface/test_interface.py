@@ -8,7 +8,18 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import CALLS, Call, Counted, fresh, int32, kvcache_call, qkv_call, unpacked, varlen_call
+from calls import (
+    CALLS,
+    READ_ONLY,
+    Call,
+    Counted,
+    fresh,
+    int32,
+    kvcache_call,
+    qkv_call,
+    unpacked,
+    varlen_call,
+)
 from flash_attn_deterministic import flash_attn_func, interface, reference
 from flash_attn_deterministic.errors import DtypeError
 
@@ -177,14 +188,20 @@ def test_cache_equals_attention_over_its_tokens(head_dim: int) -> None:
         assert bits_equal(softmax_lse[b], expected_lse[0])
 
 
+def test_without_lengths_the_cache_is_full() -> None:
+    call = kvcache_call()
+    full = call.arguments["k_cache"].shape[1]
+    without = call(**READ_ONLY, cache_seqlens=None)
+    assert bits_equal(without, call(**READ_ONLY, cache_seqlens=full))
+
+
 def test_write_to_the_cache_changes_its_version() -> None:
     call = kvcache_call()
     call()
     assert call.arguments["k_cache"]._version > 0
     assert call.arguments["v_cache"]._version > 0
-    read = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
     call = kvcache_call()
-    call(**read)
+    call(**READ_ONLY)
     assert call.arguments["k_cache"]._version == 0
 
 

@@ -101,6 +101,10 @@ def test_a_row_without_keys_ends_with_its_sink() -> None:
     # Only softmax_lse depends on it.
     (dsink,) = torch.autograd.grad(softmax_lse[:, :, :3].sum(), leaf)
     torch.testing.assert_close(dsink, torch.full((4,), 6.0))
+    _, softmax_lse, _ = flash_attn_func(
+        q, k[:, :2], v[:, :2], causal=True, return_attn_probs=True, learnable_sink=NO_SINKS
+    )
+    assert (softmax_lse[:, :, :3] == INF).all()
 
 
 @pytest.mark.parametrize("row", ["chunk", "decode", "paged", "varlen"])

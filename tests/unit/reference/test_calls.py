@@ -29,9 +29,10 @@ def test_rotation_rounds_each_product_to_float32(interleaved: bool, dtype: torch
     angles = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     k_cache, v_cache = garbage((1, 9, 2, 40), k), garbage((1, 9, 2, 40), k)
+    options: Any = {} if interleaved else {"rotary_interleaved": False}
     kvcache_attention(
         k, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=5,
-        rotary_interleaved=interleaved, block_n=BLOCK_N,
+        block_n=BLOCK_N, **options,
     )  # fmt: skip
     for j in range(3):
         for pair in range(16):

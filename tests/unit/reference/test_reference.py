@@ -17,9 +17,10 @@ LOG2_E = math.log2(math.e)
 # --- Values -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lengths", [(60, 300), (1, 1)], ids=str)
 @pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits"])
-def test_float64_inputs_are_computed_in_float64(split_size: int) -> None:
-    q, k, v = make_inputs(1, 60, 300, 2, 1, 64, torch.float64)
+def test_float64_inputs_are_computed_in_float64(split_size: int, lengths: tuple[int, int]) -> None:
+    q, k, v = make_inputs(1, *lengths, 2, 1, 64, torch.float64)
     out, softmax_lse = attention(q, k, v, causal=True, split_size=split_size)
     exact_out, exact_lse = softmax_attention(q, k, v, causal=True)
     assert out.dtype == softmax_lse.dtype == torch.float64
