@@ -383,8 +383,8 @@ def _joined(
 
 def _write(found: Sequence[Piece], into: torch.Tensor, dim: int = 0) -> None:
     """Writes pieces of a dimension."""
-    pieces = _all_of(found, into.shape[dim])
-    if len(pieces) > 1:
+    # Into heads of a tensor, torch's cat would write piece by piece, too.
+    if into.is_contiguous() and (pieces := _all_of(found, into.shape[dim])):
         torch.cat(pieces, dim, out=into)
         return
     for where, piece in found:
