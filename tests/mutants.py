@@ -250,7 +250,7 @@ def main() -> int:
             answers = pool.map(functools.partial(_killer, ask=ask, seconds=seconds), left)
             for mutant, killer in zip(left, answers, strict=True):
                 killed_by[mutant] = name if killer else "nothing"
-                print(f"{killer or 'survived'}  {mutant.place}", flush=True)
+                print(f"{killer or 'not killed'}  {mutant.place}", flush=True)
     from flash_attn_deterministic.verify.shared.files import json_text
 
     record = _record(killed_by, reasons, root)
