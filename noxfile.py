@@ -137,8 +137,7 @@ def verify(session: nox.Session) -> None:
         tests += ["-o", suite, f"--junit-xml={out / 'gpu-tests.xml'}"]
         # Options of pytest, or of ours by both of their names, leave out tests or change what runs.
         options = ("PYTEST_", "FLASH_ATTENTION_", "FA2_DETERMINISTIC", "FA2_SPLIT_SIZE")
-        unset = [name for name in os.environ if name.startswith(options)]
-        session.run("pytest", *tests, env={"PYTHONPATH": "", **dict.fromkeys(unset)})
+        session.run("pytest", *tests, env=without("PYTHON", *options))
 
 
 @nox.session(default=False)
@@ -180,11 +179,17 @@ def publish(session: nox.Session) -> None:
     parser = argparse.ArgumentParser(prog="nox -s publish --", allow_abbrev=False)
     parser.add_argument("--repository", metavar="NAME", help="of twine's configuration")
     repository = parser.parse_args(session.posargs).repository
-    options = ["--repository", repository] if repository else []
+    if repository == "":
+        parser.error("--repository: expected a name, got an empty one")
+    options = [] if repository is None else ["--repository", repository]
+    # twine would take the server of this variable before the one that is asked for.
+    environ = without("TWINE_REPOSITORY") if options else None
+    install(session, "publish")
     run_gate(session, "release")
     paths = map(str, wheels(session, "build/release/package-index"))
-    install(session, "publish")
-    session.run("twine", "upload", "--non-interactive", *options, "--", *paths)
+    with session.chdir(ROOT / "build" / "release"):
+        session.run("sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS", external=True)
+    session.run("twine", "upload", "--non-interactive", *options, "--", *paths, env=environ)
 
 
 @nox.session(default=False)
@@ -380,7 +385,9 @@ def run_build(session: nox.Session, *arguments: str) -> None:
 def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
     """Runs a module of flash_attn_build that gates."""
     install(session, "gate")
-    session.run("python", "-m", f"flash_attn_build.{name}", *arguments, env=TOOLS)
+    # Compiled code that lies in the tree is nobody's, and not in the commit: it is not run.
+    environ = {**TOOLS, "PYTHONPYCACHEPREFIX": session.create_tmp()}
+    session.run("python", "-m", f"flash_attn_build.{name}", *arguments, env=environ)
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:
@@ -392,9 +399,14 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:
     out = runs / str(max(numbers, default=0) + 1)
     out.mkdir(parents=True)
     command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel), "--out", str(out)]
-    # The installed package, whatever the environment would have Python import.
-    session.run(*command, *arguments, env={"PYTHONPATH": ""})
+    # The installed package with all of its checks, whatever the environment would have Python do.
+    session.run(*command, *arguments, env=without("PYTHON"))
     return out
+
+
+def without(*prefixes: str) -> dict[str, None]:
+    """Returns what takes variables out of the environment of a command."""
+    return dict.fromkeys(name for name in os.environ if name.startswith(prefixes))
 
 
 def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> None:

@@ -53,6 +53,12 @@ class Session:
     def install(self, *arguments: str) -> None:
         self.commands.append(("install", *arguments))
 
+    def create_tmp(self) -> str:
+        return "/temporary"
+
+    def chdir(self, folder: Path) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def run(self, *arguments: str, **options: Any) -> str:
         if arguments[2:4] == ("pip", "install"):
             arguments = ("install", *arguments[4:])
@@ -184,18 +190,25 @@ def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
 
 
 def test_publish_uploads_what_the_gate_wrote_and_nothing_else(
-    sessions: ModuleType, tmp_path: Path
+    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
     put(tmp_path / "build" / "release" / "package-index", *names)
+    monkeypatch.setenv("TWINE_REPOSITORY_URL", "https://example.org")
     session = Session("--repository", "test")
     sessions.publish(session)
-    gate, upload = (command for command in session.commands if command[0] != "install")
+    gate, sums, upload = (command for command in session.commands if command[0] != "install")
     assert gate == ("python", "-m", "flash_attn_build.release")
-    assert session.commands[0][-1] == "locks/gate.txt"
+    # Nothing is installed between the gate and the upload of what it wrote.
+    assert session.commands[-3:] == [gate, sums, upload]
+    assert sums == ("sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS")
     assert upload[:6] == ("twine", "upload", "--non-interactive", "--repository", "test", "--")
     assert [Path(path).name for path in upload[6:]] == [*names]
-    for words in (["evil.whl"], ["--repository", "test", "evil.whl"], ["--", "evil.whl"], ["-s"]):
+    assert session.options["env"] == {"TWINE_REPOSITORY_URL": None}
+    for words in (
+        ["evil.whl"], ["--repository", "test", "evil.whl"], ["--", "evil.whl"], ["-s"],
+        ["--repository", ""],
+    ):  # fmt: skip
         session = Session(*words)
         with pytest.raises(SystemExit):
             sessions.publish(session)
@@ -205,14 +218,14 @@ def test_publish_uploads_what_the_gate_wrote_and_nothing_else(
 def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_writes(
     sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("PYTEST_ADDOPTS", "FLASH_ATTENTION_FAMILY", "FA2_SPLIT_SIZE")
+    options = ("PYTEST_ADDOPTS", "FLASH_ATTENTION_FAMILY", "FA2_SPLIT_SIZE", "PYTHONOPTIMIZE")
     for name in options:
         monkeypatch.setenv(name, "")
     names = [f"a-0.1.0{n}-py3-none-manylinux_{MACHINE}.whl" for n in ("", "+cu12")]
     put(tmp_path / "dist", *names, f"a-0.1.0-py3-none-manylinux_{OTHER}.whl")
     session = Session()
     sessions.verify(session)
-    assert [session.options["env"].get(name, "kept") for name in options] == [None] * 3
+    assert [session.options["env"].get(name, "kept") for name in options] == [None] * 4
     verified = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
     assert [Path(path).name for path in verified] == names
     tests = [command for command in session.commands if command[:2] == ("pytest", "tests/gpu")]
