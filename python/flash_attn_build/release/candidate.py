@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from ..compile import manifest, sources
 from ..errors import RefusedError, differences, first_of
-from ..files import read_tree, sha256_of
+from ..files import read_tree
 from ..wheel import archive, check
 from ..wheel.dist_info import PACKAGE
 from . import schema
@@ -57,6 +58,8 @@ class Candidate:
 
 def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     """Reads a wheel and its manifest, and compares them with each other and with the tree."""
+    data = wheel.read_bytes()  # once: what is judged are these bytes, whatever becomes of the file
+    sha256 = hashlib.sha256(data).hexdigest()
     problems: list[str] = []
     version = kind = ""
     text: dict[str, Any] = {}
@@ -73,12 +76,12 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     # Readers of ELF and JSON raise many kinds of errors for a damaged file; each is a problem.
     try:
         info = check.check(wheel, root)
-        contents, date = archive.unpack(wheel.read_bytes())
+        contents, date = archive.unpack(data)
         problems += _source_problems(contents, info, root)
         problems += instance_problems(info, root)
         if text:
             expected = {key: info.get(key) for key in manifest.FROM_WHEEL}
-            expected["wheel"] = {"name": wheel.name, "bytes": wheel.stat().st_size}
+            expected["wheel"] = {"name": wheel.name, "sha256": sha256, "bytes": len(data)}
             problems += [f"manifest: {each}" for each in differences(text, expected)]
             if archive.date_of(text["build"]["source_date_epoch"]) != date:
                 problems.append("manifest: source_date_epoch is not the date in the wheel")
@@ -91,7 +94,7 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
         problems += [f"manifest: {problem}" for problem in found]
     except (OSError, LookupError, ValueError) as error:
         problems.append(f"tree: {error}")
-    return Candidate(wheel, version, kind, sha256_of(wheel), text, tuple(problems))
+    return Candidate(wheel, version, kind, sha256, text, tuple(problems))
 
 
 def _source_problems(

@@ -79,9 +79,10 @@ def _resolve(
     """Checks a call, unless one with such arguments has been; see `flash_attn_func`."""
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
-    tensors = q, k, v, sink, alibi_slopes, *(lengths or ())[:2]
+    starts, longest = (lengths or ())[:2], (lengths or ())[2:4]
+    tensors = q, k, v, sink, alibi_slopes, *starts
     try:
-        key = None if torch.compiler.is_compiling() else _key_of(tensors, found, where)
+        key = None if torch.compiler.is_compiling() else _key_of(tensors, longest, found, where)
         if key in ranks.valid:
             known: CallSpec = ranks.valid[key]
             return known
@@ -141,7 +142,9 @@ def _resolve(
     return spec
 
 
-def _key_of(tensors: tuple[Any, ...], found: Options, where: Where) -> tuple[Any, ...]:
+def _key_of(
+    tensors: tuple[Any, ...], longest: tuple[Any, ...], found: Options, where: Where
+) -> tuple[Any, ...]:
     """Returns all that the checks of a call depend on."""
     kinds = [
         one
@@ -150,7 +153,7 @@ def _key_of(tensors: tuple[Any, ...], found: Options, where: Where) -> tuple[Any
         for one in tensors
     ]
     how = where[2:]
-    return *kinds, torch.is_grad_enabled(), found, how, *map(type, how)
+    return *kinds, longest, torch.is_grad_enabled(), found, how, *map(type, how)
 
 
 @with_dtensors(tokens=1)

@@ -450,6 +450,17 @@ def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, mes
         llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_wrong_number_after_a_valid_call() -> None:
+    """A call is checked once for its kind of arguments, of which these are a part."""
+    q, starts = torch.ones(4, 2, 16, dtype=torch.bfloat16), torch.tensor([0, 4], dtype=torch.int32)
+    for _ in range(2):
+        distributed.flash_attn_varlen_func(q, q, q, starts, starts, 4, 4)
+        for lengths, name in (((-1, 4), "max_seqlen_q"), ((4, -1), "max_seqlen_k")):
+            with pytest.raises(package.FlashAttnError, match=f"{name}: expected .* got -1"):
+                distributed.flash_attn_varlen_func(q, q, q, starts, starts, *lengths)
+
+
 def test_lengths_made_in_inference_mode() -> None:
     """Such tensors have no count of writes: what all ranks have is not kept with them."""
     with torch.inference_mode():
