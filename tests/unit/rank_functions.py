@@ -681,6 +681,11 @@ def other_wheel(name: str) -> str:
         ops._known.cache_clear()
 
 
+def has_started() -> bool:
+    """What is timed after it does not hold the start of processes and their imports."""
+    return dist.is_initialized()
+
+
 def end_on(rank: int, at: str) -> str:
     """Ends one rank in the middle of a call, and returns what the others raise."""
     q = draw((1, 16, 2, 16), 1).requires_grad_()

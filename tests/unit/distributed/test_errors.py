@@ -250,6 +250,7 @@ ONE_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_call_on_one_rank(wrong: dict[str, Any], part: str) -> None:
     """The others raise at once; afterwards all ranks can use the group."""
     with pool_of(2) as two:
+        two.run(ranks.has_started)
         begin = time.monotonic()
         (first, again), (second, _) = two.run(ranks.one_wrong_call, wrong)
     assert second.startswith(part)
@@ -303,6 +304,7 @@ def test_a_rank_with_another_wheel(pool: Pool, name: str) -> None:
 
 def test_a_rank_that_dies() -> None:
     with pool_of(3, timeout=20) as three:
+        three.run(ranks.has_started)
         three.start(ranks.end_on, 2, "killed")
         begin = time.monotonic()
         for _, message in three.results([0, 1]):
@@ -314,6 +316,7 @@ def test_a_rank_that_dies() -> None:
 def test_a_rank_that_dies_in_a_later_step() -> None:
     """Ranks wait for its messages then; gloo finds that the connection has ended."""
     with pool_of(2, timeout=20) as two:
+        two.run(ranks.has_started)
         two.start(ranks.end_on, 1, "later")
         begin = time.monotonic()
         ((_, message),) = two.results([0])
