@@ -10,8 +10,10 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,3 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("build"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _write_collected(session.config, len(session.items))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    _write_collected(node.config, len(ids))
+
+
+def _write_collected(config: pytest.Config, number: int) -> None:
+    """Writes into JUnit's file how many tests there are: an interrupted run has fewer results."""
+    xml, named = config.stash.get(xml_key, None), ("collected", str(number))
+    if xml and named not in xml.global_properties:  # no worker has it, and each collects the same
+        xml.add_global_property(*named)

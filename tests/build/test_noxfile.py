@@ -233,15 +233,20 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
         f"--junit-xml={tmp_path}/dist/verification/{run}/gpu-tests.xml" for run in (1, 2)
     ]
     program = (
-        "import pytest\ndef test_a(): pass\ndef test_b(): {}\ndef test_c(): pytest.skip('no')\n"
+        "import pytest\ndef test_a(): pass\ndef test_b(request): {}\n"
+        "def test_c(): pytest.skip('no')\n"
     )
     put(tmp_path, *[word for word in tests[0] if word.startswith("tests/unit")])
-    for body, problems in (
-        ("pass", []),
-        ("raise ValueError", ["gpu-tests.xml: failed: 'tests.gpu"]),
+    (tmp_path / "tests" / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
+    for body, options, problems in (
+        ("pass", [], []),
+        ("pass", ["-n2"], []),
+        ("raise ValueError", [], ["gpu-tests.xml: failed: 'tests.gpu"]),
+        ("request.session.shouldstop = 'x'", [], ["gpu-tests.xml.collected: expected"]),
     ):
         write_text(tmp_path / "tests" / "gpu" / "test_x.py", program.format(body))
         run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *tests[0][1:]]
+        run += options
         subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
         results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
         passed, found = read_gpu_tests(results, sha256_of(tmp_path / "dist" / names[0]))
@@ -257,6 +262,12 @@ def test_an_older_python_is_told_before_anything_is_installed(
     with pytest.raises(Stopped, match=r"building needs Python 99\.0 or newer; the wheel runs on"):
         sessions.run_build(session, "--preset", "dev")
     assert session.commands == []
+
+
+def test_gpu_tests_want_their_asserts() -> None:
+    run = [sys.executable, "-O", "-m", "pytest", "--collect-only", "tests/gpu/test_sinks.py"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "python -O leaves out asserts" in done.stderr
 
 
 def test_pytest_skips_no_folder_of_tests(pytestconfig: pytest.Config) -> None:

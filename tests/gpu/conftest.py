@@ -11,6 +11,10 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+if not __debug__:
+    raise pytest.UsageError("python -O leaves out asserts of helpers; run tests/gpu without it")
+
+
 def _missing() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"

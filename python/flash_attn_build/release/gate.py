@@ -53,8 +53,9 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def gpu_test_modules(root: Path, policy: Policy) -> list[str]:
-    """Names the modules of tests/gpu of each of which a test must have passed."""
+    """Names the modules, run by `nox -s verify`, of each of which a test must have passed."""
     paths = sorted((root / "tests" / "gpu").rglob("test_*.py"))
+    paths.append(root / "tests" / "unit" / "interface" / "test_mistakes.py")
     names = [path.relative_to(root).with_suffix("").parts for path in paths]
     return [".".join(name) for name in names if not {*name} & {*policy.other_gpu_tests}]
 
