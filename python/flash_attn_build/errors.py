@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -72,7 +73,8 @@ def differences(found: Any, expected: Mapping[str, Any], where: str = "") -> Ite
         got = found.get(key) if isinstance(found, Mapping) else None
         if isinstance(value, Mapping) and value:
             yield from differences(got, value, name)
-        elif got != value or isinstance(got, bool) != isinstance(value, bool):
+        # As text 1, 1.0 and true differ.
+        elif json.dumps(got, sort_keys=True) != json.dumps(value, sort_keys=True):
             yield f"{name}: expected {repr(value)[:120]}, got {repr(got)[:120]}"
 
 

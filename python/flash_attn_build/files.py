@@ -49,15 +49,20 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file, indented, in the order of the value's keys."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file as every reader does.
+    """Reads a JSON file: see `parse_json` and `read_regular`."""
+    return parse_json(read_regular(path))
+
+
+def parse_json(data: bytes) -> Any:
+    """Parses JSON as every reader does.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8, or holds a key twice or a number that JSON has none of.
+        ValueError: it is not UTF-8, or holds a key twice, a number that is not finite, or half of a
+            surrogate pair.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,11 +70,16 @@ def read_json(path: Path) -> Any:
             raise ValueError("a key is there twice")
         return found
 
-    def refuse(number: str) -> None:
-        raise ValueError(f"{number} is no number of JSON")
+    found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    return found
 
-    text = path.read_bytes().decode("utf-8")
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+
+def read_regular(path: Path) -> bytes:
+    """Reads a file that is no link, which may lead elsewhere, and no pipe, which may never end."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError("it is a link, or no regular file")
+    return path.read_bytes()
 
 
 def sha256_of(path: Path) -> str:

@@ -193,7 +193,10 @@ def test_publish_uploads_what_the_gate_wrote_and_nothing_else(
     sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
-    put(tmp_path / "build" / "release" / "package-index", *names)
+    release = tmp_path / "build" / "release"
+    put(release / "package-index", *names, "added-0-py3-none-any.whl")
+    listed = [f"{'0' * 64}  package-index/{name}\n" for name in names]
+    (release / "SHA256SUMS").write_text("".join(listed))
     monkeypatch.setenv("TWINE_REPOSITORY_URL", "https://example.org")
     session = Session("--repository", "test")
     sessions.publish(session)
@@ -238,15 +241,15 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
     )
     put(tmp_path, *[word for word in tests[0] if word.startswith("tests/unit")])
     (tmp_path / "tests" / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
-    for body, options, problems in (
-        ("pass", [], []),
-        ("pass", ["-n2"], []),
-        ("raise ValueError", [], ["gpu-tests.xml: failed: 'tests.gpu"]),
-        ("request.session.shouldstop = 'x'", [], ["gpu-tests.xml.collected: expected"]),
+    for body, workers, problems in (
+        ("pass", "-n0", []),
+        ("pass", "-n2", []),
+        ("raise ValueError", "-n0", ["gpu-tests.xml: failed: 'tests.gpu"]),
+        ("request.session.shouldstop = 'x'", "-n0", ["gpu-tests.xml.collected: expected"]),
     ):
         write_text(tmp_path / "tests" / "gpu" / "test_x.py", program.format(body))
         run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *tests[0][1:]]
-        run += options
+        run.append(workers)
         subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
         results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
         passed, found = read_gpu_tests(results, sha256_of(tmp_path / "dist" / names[0]))

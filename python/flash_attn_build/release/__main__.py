@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
 import re
 import shutil
 import sys
@@ -75,9 +74,13 @@ def _write(made: Path, verdicts: Mapping[str, Verdict], changelog: str) -> None:
         if "+" not in kind:
             shutil.copyfile(wheel, made / "package-index" / wheel.name)
     write_text(made / "notes.md", _notes(verdicts, changelog))
-    names = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
-    lines = [f"{sha256_of(made / name)}  {name}\n" for name in names]
-    write_text(made / "SHA256SUMS", "".join(lines))
+    paths = sorted(path for path in made.rglob("*") if path.is_file())
+    sums = {path.relative_to(made).as_posix(): sha256_of(path) for path in paths}
+    judged = {verdict.wheel.path.name: verdict.wheel.sha256 for verdict in verdicts.values()}
+    for name, found in sums.items():
+        if judged.get(Path(name).name, found) != found:
+            raise RefusedError(f"{name}: its bytes are no longer those that were judged")
+    write_text(made / "SHA256SUMS", "".join(f"{sums[name]}  {name}\n" for name in sums))
 
 
 def test_result(
@@ -131,7 +134,8 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
 
 def _plain(text: str) -> str:
     """Text that Markdown and HTML show as it is."""
-    return re.sub(r"([\\`*_{}\[\]<>#!|~])", r"\\\1", html.escape(" ".join(text.split())))
+    text = " ".join(text.split())
+    return re.sub(r"[^\w .,:;()/+-]|_", lambda found: f"&#{ord(found[0])};", text)
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:

@@ -116,16 +116,16 @@ def instance_problems(info: Mapping[str, Any], root: Path) -> Iterator[str]:
     table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
     tiles = {"fwd": table["fwd_tiles"]["one_cta"], "bwd": table["bwd_tiles"]}
     wanted = {
-        (direction, dtype, int(head_dim))
+        f"{direction} {dtype} {head_dim}"
         for direction, head_dims in tiles.items()
         for dtype in table["dtypes"]
         for head_dim in head_dims
     }
     # A kernel may exist in several families, but in each only once.
-    held = {(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]}
+    held = {"{direction} {dtype} {head_dim}".format(**each) for each in info["instances"]}
     distinct = len({json.dumps(each, sort_keys=True) for each in info["instances"]})
     if held != wanted or distinct != len(info["instances"]):
-        missing = [" ".join(map(str, each)) for each in wanted.difference(held)] or ["none"]
+        missing = wanted - held or {"none"}
         yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {first_of(missing)}"
 
 

@@ -21,7 +21,7 @@ from .report import (
     state_problems,
 )
 
-README = "README.md"
+README, REPORT = "README.md", "verification.json"
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,17 @@ def find_wheels(dist: Path) -> list[Path]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Lists the reports below a folder, and for each run without one where it is missing.
+    """Lists the reports below a folder, and what may hide one: it cannot be read, so it blocks.
 
-    A folder named by a number is that of a run. A run without a report blocks the release.
+    That is a link, a pipe, and a run without a report. What a folder of runs holds is a run, and
+    so is a folder named by a number.
     """
-    found = set(folder.rglob("verification.json"))
-    for run in folder.rglob("*"):
-        if run.is_dir() and run.name.isdecimal():  # a link to a folder, too
-            found |= {*run.rglob("verification.json")} or {run / "verification.json"}
+    found = set[Path]()
+    for path in folder.rglob("*"):
+        if path.name == REPORT or path.is_symlink() or not (path.is_file() or path.is_dir()):
+            found.add(path)
+        elif path.parent.name.startswith("verification") or path.name.isdecimal():
+            found |= {*path.rglob(REPORT)} or {path / REPORT}
     return sorted(found)
 
 
@@ -90,8 +93,8 @@ def judge(
     if not allow_other_reports:
         known = {verdict.wheel.sha256 for verdict in verdicts}
         others = [report for report in reports if report.sha256 not in known]
-        lines += [f"  - {printable(each.where)}: is of no wheel of this release" for each in others]
-    return {verdict.wheel.kind: verdict for verdict in verdicts}, lines
+        lines += [f"  - {each.where}: is of no wheel of this release" for each in others]
+    return {verdict.wheel.kind: verdict for verdict in verdicts}, [*map(printable, lines)]
 
 
 def decide(

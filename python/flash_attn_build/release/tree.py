@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..errors import first_of
 
@@ -34,7 +34,7 @@ def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
 
 
 def _changes(root: Path, commit: str) -> list[str]:
-    """Files whose bytes or mode are not those in the commit, and new ones.
+    """Files whose bytes or mode are not those in the commit, new ones, and ways out of it.
 
     A checkout can be configured to skip changes (assume-unchanged, skip-worktree, a file system
     monitor, filters), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself)
@@ -62,7 +62,19 @@ def _changes(root: Path, commit: str) -> list[str]:
         if _git(root, "ls-files", ".gitignore", **environ):
             rules.write_text(_git(root, "show", f"{commit}:.gitignore", **environ))
         new = _git(root, "ls-files", "--others", f"--exclude-from={rules}", "-z", **environ)
-    return [name for name in (changed + new).split("\0") if name]
+        staged = _git(root, "ls-files", "--stage", "-z", **environ).split("\0")[:-1]
+    modes = {name: about[:6] for about, _, name in (line.partition("\t") for line in staged)}
+    known = {*modes, *(str(above) for name in modes for above in PurePosixPath(name).parents)}
+    odd = [
+        f"{name} (a submodule, or a link to what is not in it)"
+        for name, mode in modes.items()
+        if mode == "160000" or (mode == "120000" and _target(root, name) not in known)
+    ]
+    return [*odd, *(name for name in (changed + new).split("\0") if name)]
+
+
+def _target(root: Path, name: str) -> str:
+    return os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(root / name)))
 
 
 def _git(root: Path, *arguments: str, **variables: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from torch_abi_audit import inspect_extension
 
 from ..compile import manifest
 from ..errors import RefusedError, first_of
-from ..files import ROOT
+from ..files import ROOT, parse_json
 from . import archive, cubins, dist_info, sbom
 from .dist_info import PACKAGE
 
@@ -81,7 +80,7 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
             problems.append(f"contents: {name!r} does not belong into the wheel")
         if found != ours.get(name, found):
             problems.append(f"contents: {name} is not the one of this tree")
-    info: dict[str, Any] = json.loads(contents.get(BUILD_INFO, b"{}"))
+    info: dict[str, Any] = parse_json(contents.get(BUILD_INFO, b"{}"))
     if library and data:
         problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
         problems += _folders(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import stat
@@ -159,7 +160,9 @@ def gpu_tests(old: str, new: str, run: int = 1, encoding: str = "utf-8") -> Atta
     def attack(project: Project) -> None:
         report = project.report_path if run == 1 else project.add_report()
         path = report.with_name("gpu-tests.xml")
-        path.write_bytes(path.read_text().replace(old, new).encode(encoding))
+        text = path.read_text().replace(old, new)
+        text = text.replace('skipped="0"', f'skipped="{text.count("<skipped/>")}"')
+        path.write_bytes(text.encode(encoding))
 
     return attack
 
@@ -210,6 +213,28 @@ def removed(name: str) -> Attack:
 def a_link_to_a_run(project: Project) -> None:
     run = project.add_report(status="failed").parent
     run.symlink_to(run.rename(project.root.parent / "elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def failed_elsewhere(project: Project) -> None:
+    """The report names another wheel, the tests beside it these bytes."""
+    path = project.add_report(wheel=release_samples.OTHER_WHEEL).with_name("gpu-tests.xml")
+    text = project.report_path.with_name("gpu-tests.xml").read_text()
+    path.write_text(text.replace("></testcase>", "><failure /></testcase>"))
+
+
+def committed(name: str, target: str) -> Attack:
+    """A link that is committed."""
+
+    def attack(project: Project) -> None:
+        (project.root / name).symlink_to(target)
+        project.tag()
+
+    return attack
 
 
 def foreign(project: Project) -> None:
@@ -268,6 +293,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
     ("WHEEL is not the one of this tree", "purelib", replacing(WHEEL, "false", "true")),
     ("licenses/LICENSE is not the one of this tree", "other licence",
      replacing(f"{INFO}/licenses/LICENSE", "BSD", "MIT")),
+    ("ValueError('a key is there twice')", "build information twice",
+     replacing(f"{PACKAGE}/_build_info.json", '"deterministic"', '"schema": 1, "deterministic"')),
     *each("is not the one of this library", {
         "another bill": replacing(BILL, "CUTLASS", "NOTHING"),
         "a bill that says another licence": replacing(BILL, '"MIT"', '"WTFPL"'),
@@ -321,6 +348,13 @@ REFUSED: list[tuple[str, str, Attack]] = [
         "skip-worktree": tree(*EDITED, "update-index --skip-worktree README.md"),
         "fsmonitor": tree(*EDITED, "config core.fsmonitor true"),
     }),
+    *each(f"{CHANGED}x (a submodule, or a link to what is not in it)", {
+        "a submodule": all_of(git("init", "--quiet", "x"),
+                              git("-C", "x", "commit", "--quiet", "--allow-empty", "-m", "x"),
+                              lambda p: p.tag()),
+        "a link out of the tree": committed("x", "/etc"),
+        "a link to ignored files": committed("x", "dist"),
+    }),
     (f"{CHANGED}new file", "new", tree("new file", "")),
     *each(CHANGED + HIDDEN, {
         "excluded": all_of(tree(".git/info/exclude", "hidden.py\n"), tree(HIDDEN, "")),
@@ -352,7 +386,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
         for path, value in (
             ("upstream.version", "9"), ("build.compiled_in_this_run", 0),
             ("sources.cpp", "0" * 64), ("architectures", ["90-real"]), ("bits_version", 2),
-            ("tools.nvcc", "12.4.131"), ("totals.translation_units", 3), ("wheel.bytes", 3),
+            ("bits_version", 1.0), ("tools.nvcc", "12.4.131"), ("totals.translation_units", 3),
+            ("wheel.bytes", 3),
         )
     ),
     *(
@@ -453,14 +488,16 @@ REFUSED: list[tuple[str, str, Attack]] = [
      report(put("environment.compute_capability", "8.0"))),
     *each("', which is none of those that the policy names", {
         "a GPU that the policy does not name": second_on("My Emulator"),
-        "a GPU's name that is no text": second_on("A\ud800"),
     }),
     ("a key is there twice", "a status that is there twice", second(
         lambda t: t.replace('"status"', '"status": "failed", "status"', 1)
     )),
-    ("NaN is no number of JSON", "a time that is no number", second(
-        lambda t: t.replace('"seconds": ', '"seconds": NaN, "s": ', 1)
-    )),
+    *each("Out of range float values are not JSON compliant", {
+        "a time that is no number": second(lambda t: t.replace("200.0", "NaN")),
+        "an endless time": second(lambda t: t.replace("200.0", "1e999")),
+    }),
+    ("surrogates not allowed", "a GPU's name that is no text", second_on("A\ud800")),
+    ("$.started: ", "a line's end behind a date", report(put("started", "2026-01-01T00:00:00Z\n"))),
     ("is unreadable ('utf-8' codec",
      "a report in another encoding", lambda p: p.add_report().write_bytes(
         p.report_path.read_text().encode("utf-16")
@@ -487,7 +524,6 @@ REFUSED: list[tuple[str, str, Attack]] = [
     (f"{SECOND}contract, chunk: error", "row in error", second(sections=sections(chunk="error"))),
     *each(f"{SECOND}its status is 'failed'", {
         "a run that failed, of a later schema": second(status="failed", later=1),
-        "a link to a run that failed": a_link_to_a_run,
     }),
     *each(f"{SECOND}was changed", {
         "an edited report": second(lambda t: t.replace("true", "false", 1)),
@@ -495,7 +531,12 @@ REFUSED: list[tuple[str, str, Attack]] = [
             lambda t: re.sub('"sha256": "[0-9a-f]{8}', f'"sha256": "{"0" * 8}', t, count=1)
         ),
     }),
+    ("verification/2: is unreadable (it is a link, or", "a link to a run", a_link_to_a_run),
+    ("2/pipe: is unreadable (it is a link, or", "a pipe",
+     lambda p: os.mkfifo(p.add_report().with_name("pipe"))),
     *each(f"{SECOND}is unreadable", {
+        "a pipe for a report": lambda p: pipe(p.add_report()),
+        "a file for a run": lambda p: (p.dist / "verification" / "2").touch(),
         "a run that left no report": lambda p: (p.dist / "verification" / "2").mkdir(),
         "a truncated report": second(lambda t: t[: len(t) // 2]),
         "a nested report": second(lambda t: "[" * 99_999),
@@ -530,13 +571,26 @@ REFUSED: list[tuple[str, str, Attack]] = [
              ".tests: expected '4', got '3'"),
             ("interrupted", 'value="3"', 'value="4"', ".collected: expected '3', got '4'"),
             ("not counted", "collected", "x", ".collected: expected '3', got None"),
+            ("a test that says by itself", "<testcase ", '<testcase status="failed" ',
+             ": holds '@status' in 'testcase'"),
+            ("a test that says in words", "></testcase>", ">FAILED</testcase>",
+             ": holds '#text' in 'testcase'"),
+            ("words between tests", "</testcase>", "</testcase>FAILED",
+             ": holds '#text' in 'testsuite'"),
+            ("miscounted skips", 'skipped="0"', 'skipped="1"', ".skipped: expected '0', got '1'"),
             ("miscounted", 'failures="0"', 'failures="1"', ".failures: expected '0', got '1'"),
             ("two suites", "</testsuites>", "<testsuite name='x' /></testsuites>",
              ": is not one suite of tests"),
             ("no suites", "testsuites>", "suites>", ": is not one suite of tests"),
         )
     ),
+    ("2/verification.json: gpu-tests.xml: failed: ", "a failure beside another wheel's report",
+     failed_elsewhere),
+    *each("x/verification.json: is unreadable", {
+        "a run of another name": lambda p: (p.dist / "verification" / "x").mkdir(),
+    }),
     *each("gpu-tests.xml: is unreadable", {
+        "a pipe for GPU tests": lambda p: pipe(p.report_path.with_name("gpu-tests.xml")),
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
         "GPU tests in another encoding": gpu_tests("", "", encoding="utf-16-le"),
     }),
@@ -570,6 +624,7 @@ def test_the_gate_refuses(project: Project, words: str, name: str, attack: Attac
 
 
 def test_a_candidate_that_nobody_touched(project: Project, tmp_path: Path) -> None:
+    committed("link", "docs/../README.md")(project)
     project.exchange(fake_wheel.pack(tmp_path, files_of(project)))
     assert project.problems() == ""
 

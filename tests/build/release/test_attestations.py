@@ -24,7 +24,7 @@ def test_what_is_asked_for(gh: Callable[[str], Path]) -> None:
     calls, sources = gh(answer("PASSED")), ("--source-digest=c0ffee", "--source-ref=refs/tags/v1")
     attestations.check_built([WHEEL], "o/n", *sources)
     attestations.check_passed(WHEEL, "o/n", "v1")
-    workflow = "o/n/.github/workflows/release.yml --deny-self-hosted-runners"
+    workflow = "o/n/.github/workflows/release.yml --deny-self-hosted-runners --limit=1000"
     asked = f"attestation verify a.whl --repo o/n --signer-workflow {workflow} "
     result = f"--predicate-type {attestations.TEST_RESULT} --format json"
     assert calls.read_text().splitlines() == [
@@ -56,6 +56,14 @@ def test_a_wheel_that_did_not_pass_or_ever_failed(
         attestations.check_passed(WHEEL, "o/n", "v1")
     with nullcontext() if program == NONE else refused:
         attestations.check_never_failed(WHEEL, "o/n")
+
+
+def test_names_and_words_of_others_are_printed_escaped(gh: Callable[[str], Path]) -> None:
+    gh("echo '##[error]' >&2; exit 1")
+    with pytest.raises(RefusedError) as refused:
+        attestations.check_built([Path("a\n::error::.whl")], "o/n")
+    assert str(refused.value).isprintable()
+    assert "##[" not in str(refused.value)
 
 
 def test_no_gh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,10 @@ def test_every_reason_is_told_at_once(project: Project) -> None:
         ("sm_90", "9.0", True), ("sm_80", "8.9", True), ("sm_86", "8.0", False),
         ("sm_80", "9.0", False), ("sm_90a", "9.0", True), ("sm_90a", "9.1", False),
         ("compute_80", "12.0", True), ("compute_100", "9.0", False), ("sm_100", "10.0", True),
-        ("sm_90", "None", False), ("sm_", "9.0", False),
+        ("sm_90", "None", False), ("sm_", "9.0", False), ("sm_" + "9" * 5000, "9.0", False),
+        ("sm_90", "9" * 5000 + ".0", False),
     ],
+    ids=lambda value: str(value)[:12],
 )  # fmt: skip
 def test_what_runs_where(architecture: str, capability: str, expected: bool) -> None:
     assert runs_on(architecture, capability) == expected
@@ -138,8 +140,10 @@ def test_the_kernels_are_those_of_the_table_in_as_many_families_as_there_are() -
     assert list(instance_problems({"instances": instances}, ROOT)) == []
     more = {**instances[0], "head_dim": 7}
     first = "{direction} {dtype} {head_dim}".format(**instances[0])
+    real = {**instances[0], "head_dim": float(instances[0]["head_dim"])}
     for wrong, missing in (
-        ([*instances, instances[0]], "none"), ([*instances, more], "none"), (instances[2:], first)
+        ([*instances, instances[0]], "none"), ([*instances, more], "none"),
+        (instances[2:], first), ([*instances, real], "none"),
     ):  # fmt: skip
         (found,) = instance_problems({"instances": wrong}, ROOT)
         assert found.endswith(f"not those of cpp/instances.json: missing are {missing}")

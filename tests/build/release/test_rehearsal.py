@@ -24,8 +24,7 @@ from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release import __main__ as release
-from flash_attn_build.release import candidate, index
-from flash_attn_build.release.gate import gpu_test_modules
+from flash_attn_build.release import candidate, gate, index
 from flash_attn_build.release.policy import POLICY
 from release_samples import MODULES, OTHER_WHEEL, TAG, Project, edit
 
@@ -96,6 +95,20 @@ def test_what_the_gate_refuses_is_not_written(
     assert list(out.parent.iterdir()) == []
 
 
+def test_bytes_that_change_after_they_were_judged(
+    project: Project, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(wheels: list[Path], *others: Any, **options: Any) -> Any:
+        found = gate.judge(wheels, *others, **options)
+        wheels[0].write_bytes(b"evil")
+        return found
+
+    monkeypatch.setattr(release, "judge", judge)
+    assert run(project) == RefusedError.exit_code
+    assert "its bytes are no longer those that were judged" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
+
+
 def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path) -> None:
     project.add_report(status="failed")
     assert run(project) == RefusedError.exit_code
@@ -162,7 +175,9 @@ def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
 
 
 def test_text_of_others_is_shown_as_it_is() -> None:
-    assert release._plain("a|b\n<img>`x`[y](z)") == r"a\|b &lt;img&gt;\`x\`\[y\](z)"
+    assert release._plain("a|b\n<img>`x`[y](z)") == (
+        "a&#124;b &#60;img&#62;&#96;x&#96;&#91;y&#93;(z)"
+    )
 
 
 @pytest.mark.parametrize("name", ["", f"other-{VERSION}", f"{WHEEL}+cu130"])
@@ -234,7 +249,7 @@ def test_from_the_tag_to_pip_install(
     recorded = json.loads((ROOT / "docs" / "results" / "verification.json").read_text())
     proof = {key: recorded[key] for key in ("sections", "environment")}
     release_samples.write_report(project.wheel, project.report_path, **proof)
-    modules = gpu_test_modules(root, POLICY)
+    modules = gate.gpu_test_modules(root, POLICY)
     tests, sha256 = project.report_path.with_name("gpu-tests.xml"), sha256_of(project.wheel)
     release_samples.write_gpu_tests(tests, sha256, modules)
     release_samples.write_ptx_run(project)
