@@ -60,9 +60,7 @@ def read_json(path: Path) -> Any:
 def parse_json(data: bytes) -> Any:
     """Parses JSON as every reader does.
 
-    Raises:
-        ValueError: it is not UTF-8, or holds a key twice, a number that is not finite, or half of a
-            surrogate pair.
+    Raises ValueError: not UTF-8, a key twice, an infinite number, half of a surrogate pair.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

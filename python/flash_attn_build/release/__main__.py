@@ -76,10 +76,9 @@ def _write(made: Path, verdicts: Mapping[str, Verdict], changelog: str) -> None:
     write_text(made / "notes.md", _notes(verdicts, changelog))
     paths = sorted(path for path in made.rglob("*") if path.is_file())
     sums = {path.relative_to(made).as_posix(): sha256_of(path) for path in paths}
-    judged = {verdict.wheel.path.name: verdict.wheel.sha256 for verdict in verdicts.values()}
-    for name, found in sums.items():
-        if judged.get(Path(name).name, found) != found:
-            raise RefusedError(f"{name}: its bytes are no longer those that were judged")
+    judged = {verdict.wheel.sha256 for verdict in verdicts.values()}
+    if {found for name, found in sums.items() if name.endswith(".whl")} != judged:
+        raise RefusedError("the bytes of a wheel are no longer those that were judged")
     write_text(made / "SHA256SUMS", "".join(f"{sums[name]}  {name}\n" for name in sums))
 
 
@@ -134,8 +133,7 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
 
 def _plain(text: str) -> str:
     """Text that Markdown and HTML show as it is."""
-    text = " ".join(text.split())
-    return re.sub(r"[^\w .,:;()/+-]|_", lambda found: f"&#{ord(found[0])};", text)
+    return re.sub(r"[^\w .,:;()/+-]|_", lambda c: f"&#{ord(c[0])};", " ".join(text.split()))
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:

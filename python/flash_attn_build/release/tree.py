@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ..errors import first_of
 
@@ -63,18 +63,14 @@ def _changes(root: Path, commit: str) -> list[str]:
             rules.write_text(_git(root, "show", f"{commit}:.gitignore", **environ))
         new = _git(root, "ls-files", "--others", f"--exclude-from={rules}", "-z", **environ)
         staged = _git(root, "ls-files", "--stage", "-z", **environ).split("\0")[:-1]
-    modes = {name: about[:6] for about, _, name in (line.partition("\t") for line in staged)}
-    known = {*modes, *(str(above) for name in modes for above in PurePosixPath(name).parents)}
-    odd = [
-        f"{name} (a submodule, or a link to what is not in it)"
-        for name, mode in modes.items()
-        if mode == "160000" or (mode == "120000" and _target(root, name) not in known)
-    ]
-    return [*odd, *(name for name in (changed + new).split("\0") if name)]
-
-
-def _target(root: Path, name: str) -> str:
-    return os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(root / name)))
+    modes = {line.partition("\t")[2]: line[:6] for line in staged}
+    known = {above for name in modes for above in (Path(name), *Path(name).parents)}
+    found = [name for name in (changed + new).split("\0") if name]
+    for name, mode in modes.items():
+        to = Path(name).parent / (os.readlink(root / name) if mode == "120000" else "")
+        if mode == "160000" or Path(os.path.normpath(to)) not in known:
+            found.append(f"{name} (a submodule, or a link to what is not in it)")
+    return found
 
 
 def _git(root: Path, *arguments: str, **variables: str) -> str:

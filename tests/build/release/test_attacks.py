@@ -227,14 +227,9 @@ def failed_elsewhere(project: Project) -> None:
     path.write_text(text.replace("></testcase>", "><failure /></testcase>"))
 
 
-def committed(name: str, target: str) -> Attack:
-    """A link that is committed."""
-
-    def attack(project: Project) -> None:
-        (project.root / name).symlink_to(target)
-        project.tag()
-
-    return attack
+def committed(target: str) -> Attack:
+    """A link in the commit."""
+    return all_of(lambda p: (p.root / "x").symlink_to(target), lambda p: p.tag())
 
 
 def foreign(project: Project) -> None:
@@ -352,8 +347,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
         "a submodule": all_of(git("init", "--quiet", "x"),
                               git("-C", "x", "commit", "--quiet", "--allow-empty", "-m", "x"),
                               lambda p: p.tag()),
-        "a link out of the tree": committed("x", "/etc"),
-        "a link to ignored files": committed("x", "dist"),
+        "a link out of the tree": committed("/etc"),
+        "a link to ignored files": committed("dist"),
     }),
     (f"{CHANGED}new file", "new", tree("new file", "")),
     *each(CHANGED + HIDDEN, {
@@ -586,9 +581,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
     ),
     ("2/verification.json: gpu-tests.xml: failed: ", "a failure beside another wheel's report",
      failed_elsewhere),
-    *each("x/verification.json: is unreadable", {
-        "a run of another name": lambda p: (p.dist / "verification" / "x").mkdir(),
-    }),
+    ("x/verification.json: is unreadable", "a run of another name",
+     lambda p: (p.dist / "verification" / "x").mkdir()),
     *each("gpu-tests.xml: is unreadable", {
         "a pipe for GPU tests": lambda p: pipe(p.report_path.with_name("gpu-tests.xml")),
         "no GPU tests": lambda p: p.report_path.with_name("gpu-tests.xml").unlink(),
@@ -624,7 +618,7 @@ def test_the_gate_refuses(project: Project, words: str, name: str, attack: Attac
 
 
 def test_a_candidate_that_nobody_touched(project: Project, tmp_path: Path) -> None:
-    committed("link", "docs/../README.md")(project)
+    committed("docs/../README.md")(project)
     project.exchange(fake_wheel.pack(tmp_path, files_of(project)))
     assert project.problems() == ""
 

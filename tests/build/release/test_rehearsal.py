@@ -105,7 +105,7 @@ def test_bytes_that_change_after_they_were_judged(
 
     monkeypatch.setattr(release, "judge", judge)
     assert run(project) == RefusedError.exit_code
-    assert "its bytes are no longer those that were judged" in capsys.readouterr().err
+    assert "the bytes of a wheel are no longer those that were judged" in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
 
 
