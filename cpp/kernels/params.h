@@ -45,6 +45,9 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   // Like the output, bfloat16: what rounding takes from it. nullptr: it is not kept.
   void* residual;
   const float* sinks;  // (h): of each query head; nullptr: there are none
+  // Laid out like softmax_lse: the largest score of each row (largest_score). Rows without keys may
+  // not be written. nullptr: it is not wanted.
+  float* row_max;
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {

@@ -86,7 +86,8 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
                           ? time_of_one_cta(params, kernel, num_sms)
                           : key_time(kernel) * turns(params, kernel, num_splits, num_sms));
   };
-  const bool ends_otherwise = params.residual != nullptr || params.sinks != nullptr;
+  const bool ends_otherwise =
+      params.residual != nullptr || params.sinks != nullptr || params.row_max != nullptr;
   const Features features = features_of(params) | (ends_otherwise ? kResidual : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {

@@ -13,21 +13,40 @@
 namespace fad {
 
 using Outputs = std::tuple<torch::stable::Tensor, torch::stable::Tensor>;
-using OutputsWithResidual =
+using ThreeOutputs =
     std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor>;
+using FourOutputs = std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+                               torch::stable::Tensor>;
 
-// The two ops of a function whose first argument says where the residual goes: what rounding takes
-// from out, like it, bfloat16. nullptr: it is not kept.
+// Where a forward leaves what only some ops return; nullptr: it is not wanted.
+struct Extra {
+  OptionalTensor* residual = nullptr;  // what rounding takes from out, like it, bfloat16
+  OptionalTensor* row_max = nullptr;   // each row's largest score, like softmax_lse; -inf: none
+};
+
+// The ops of a function whose first argument is that.
 template <auto kRun>
 struct ForwardOps;
-template <typename... Arguments, Outputs (*kRun)(OptionalTensor*, Arguments...)>
+template <typename... Arguments, Outputs (*kRun)(const Extra&, Arguments...)>
 struct ForwardOps<kRun> {
-  static Outputs plain(Arguments... arguments) { return kRun(nullptr, arguments...); }
+  static Outputs plain(Arguments... arguments) { return kRun({}, arguments...); }
 
-  static OutputsWithResidual with_residual(Arguments... arguments) {
+  static ThreeOutputs with_residual(Arguments... arguments) {
     OptionalTensor residual;
-    const auto [out, softmax_lse] = kRun(&residual, arguments...);
+    const auto [out, softmax_lse] = kRun({&residual}, arguments...);
     return {out, softmax_lse, *residual};
+  }
+
+  static ThreeOutputs with_row_max(Arguments... arguments) {
+    OptionalTensor row_max;
+    const auto [out, softmax_lse] = kRun({nullptr, &row_max}, arguments...);
+    return {out, softmax_lse, *row_max};
+  }
+
+  static FourOutputs with_both(Arguments... arguments) {
+    OptionalTensor residual, row_max;
+    const auto [out, softmax_lse] = kRun({&residual, &row_max}, arguments...);
+    return {out, softmax_lse, *row_max, *residual};
   }
 };
 
@@ -37,11 +56,11 @@ struct ForwardOps<kRun> {
 // rng_state: (2), int64, seed and offset of dropout; deterministic_bwd is for autograd
 // learnable_sink: (nheads), fp32: one more score of each row, without a value
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
-Outputs fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
-            const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-            const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
-            double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-            double softcap, std::int64_t split_size, bool deterministic, bool deterministic_bwd,
+Outputs fwd(const Extra& extra, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+            const torch::stable::Tensor& v, const OptionalTensor& alibi_slopes,
+            const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+            std::int64_t window_left, std::int64_t window_right, double softcap,
+            std::int64_t split_size, bool deterministic, bool deterministic_bwd,
             const OptionalTensor& learnable_sink);
 
 // q: (total_q, nheads, head_dim)
@@ -49,7 +68,7 @@ Outputs fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
 // cu_seqlens_q, cu_seqlens_k: (batch + 1), int32; seqused_k, leftpad_k: (batch), int32
 // block_table: (batch, blocks of the longest sequence), int32
 // Returns out, shaped like q, contiguous, and softmax_lse: (nheads, total_q), fp32.
-Outputs varlen_fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
+Outputs varlen_fwd(const Extra& extra, const torch::stable::Tensor& q,
                    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
                    const torch::stable::Tensor& cu_seqlens_q,
                    const torch::stable::Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,

@@ -209,6 +209,15 @@ void set_residual(FwdParams& params, OptionalTensor* residual, const Tensor& out
   }
 }
 
+void set_row_max(FwdParams& params, OptionalTensor* row_max, const Tensor& softmax_lse) {
+  if (row_max != nullptr) {
+    *row_max = allocate(softmax_lse, softmax_lse.sizes());
+    // Kernels do not write rows without keys, and no kernel writes rows of no sequence.
+    torch::stable::fill_(**row_max, -std::numeric_limits<double>::infinity());
+    params.row_max = static_cast<float*>((*row_max)->data_ptr());
+  }
+}
+
 const float* sinks_of(const OptionalTensor& learnable_sink, std::int64_t nheads, const Tensor& q) {
   if (!learnable_sink.has_value()) {
     return nullptr;

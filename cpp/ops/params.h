@@ -93,6 +93,10 @@ void take_columns(torch::stable::Tensor to, torch::stable::Tensor from);
 // Makes room for what rounding takes from out, unless residual is nullptr.
 void set_residual(FwdParams& params, OptionalTensor* residual, const torch::stable::Tensor& out);
 
+// Makes room for the largest score of each row, -inf so far, unless row_max is nullptr.
+void set_row_max(FwdParams& params, OptionalTensor* row_max,
+                 const torch::stable::Tensor& softmax_lse);
+
 // Checks sinks of query heads.
 const float* sinks_of(const OptionalTensor& learnable_sink, std::int64_t nheads,
                       const torch::stable::Tensor& q);

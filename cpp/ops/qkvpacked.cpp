@@ -44,17 +44,17 @@ struct Room {
 
 }  // namespace
 
-Outputs qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const Tensor& qkv,
+Outputs qkvpacked_fwd(const Extra& extra, const OptionalTensor& q, const Tensor& qkv,
                       const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                       double dropout_p, double softmax_scale, std::int64_t window_left,
                       std::int64_t window_right, double softcap, std::int64_t split_size,
                       bool deterministic, bool deterministic_bwd) {
   const auto [queries, keys, values] = parts_of(q, qkv);
-  return fwd(residual, queries, keys, values, alibi_slopes, rng_state, dropout_p, softmax_scale,
+  return fwd(extra, queries, keys, values, alibi_slopes, rng_state, dropout_p, softmax_scale,
              window_left, window_right, softcap, split_size, deterministic, deterministic_bwd, {});
 }
 
-Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const Tensor& qkv,
+Outputs varlen_qkvpacked_fwd(const Extra& extra, const OptionalTensor& q, const Tensor& qkv,
                              const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                              const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                              std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
@@ -63,7 +63,7 @@ Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, 
                              bool deterministic, bool deterministic_bwd) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const OptionalTensor none;
-  return varlen_fwd(residual, queries, keys, values, cu_seqlens_q, cu_seqlens_k, none, none, none,
+  return varlen_fwd(extra, queries, keys, values, cu_seqlens_q, cu_seqlens_k, none, none, none,
                     alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
                     window_left, window_right, softcap, split_size, deterministic,
                     deterministic_bwd, none);

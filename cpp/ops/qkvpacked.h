@@ -13,14 +13,14 @@ namespace fad {
 
 // qkv: (batch, seqlen, 3, nheads, head_dim), q, k and v in this order, and no q; or
 // (batch, seqlen_k, 2, nheads_k, head_dim), k and v, beside q: (batch, seqlen_q, nheads, head_dim).
-Outputs qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q,
-                      const torch::stable::Tensor& qkv, const OptionalTensor& alibi_slopes,
-                      const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-                      std::int64_t window_left, std::int64_t window_right, double softcap,
-                      std::int64_t split_size, bool deterministic, bool deterministic_bwd);
+Outputs qkvpacked_fwd(const Extra& extra, const OptionalTensor& q, const torch::stable::Tensor& qkv,
+                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                      double dropout_p, double softmax_scale, std::int64_t window_left,
+                      std::int64_t window_right, double softcap, std::int64_t split_size,
+                      bool deterministic, bool deterministic_bwd);
 
 // The same without the first dimension: (tokens, 3 or 2, heads, head_dim).
-Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q,
+Outputs varlen_qkvpacked_fwd(const Extra& extra, const OptionalTensor& q,
                              const torch::stable::Tensor& qkv,
                              const torch::stable::Tensor& cu_seqlens_q,
                              const torch::stable::Tensor& cu_seqlens_k,

@@ -9,8 +9,13 @@
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::plain));
   m.impl("fwd_with_residual", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::with_residual));
+  m.impl("fwd_with_row_max", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::with_row_max));
+  m.impl("fwd_with_row_max_with_residual", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::with_both));
   m.impl("varlen_fwd", TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::plain));
   m.impl("varlen_fwd_with_residual", TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::with_residual));
+  m.impl("varlen_fwd_with_row_max", TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::with_row_max));
+  m.impl("varlen_fwd_with_row_max_with_residual",
+         TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::with_both));
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
   m.impl("bwd", TORCH_BOX(&fad::bwd));
   m.impl("varlen_bwd", TORCH_BOX(&fad::varlen_bwd));

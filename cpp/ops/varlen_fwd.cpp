@@ -48,7 +48,7 @@ int* lengths(const OptionalTensor& tensor, const char* name, const Tensor& q, in
 
 }  // namespace
 
-Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Tensor& v,
+Outputs varlen_fwd(const Extra& extra, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                    const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
                    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
@@ -73,7 +73,8 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   set_packed(params, q_rows, k_rows, v_rows, out, softmax_lse, packed);
   set_head_dims(params, q.size(2), head_dim_v);
   params.total_k = static_cast<int>(k.size(0));
-  set_residual(params, residual, out);
+  set_residual(params, extra.residual, out);
+  set_row_max(params, extra.row_max, softmax_lse);
   params.sinks = sinks_of(learnable_sink, params.h, q);
   params.seqused_k = lengths(seqused_k, "seqused_k", q, params.b);
   params.leftpad_k = lengths(leftpad_k, "leftpad_k", q, params.b);
@@ -89,7 +90,7 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  run_fwd(params, {q_rows, k_rows, v_rows, out, residual},
+  run_fwd(params, {q_rows, k_rows, v_rows, out, extra.residual},
           plan_call(params, q, split_size, deterministic));
   // After the kernels: what they may have written there is of no sequence either.
   empty_tail(out.data_ptr(), static_cast<float*>(softmax_lse.data_ptr()),

@@ -15,6 +15,7 @@ from . import interface
 from .build_info import build_info
 from .checks.describe import shown
 from .checks.kernels import instance_problem
+from .checks.numbers import as_flag
 from .checks.ops import validate
 from .errors import ArgumentError, UnsupportedError
 from .interface import call as steps
@@ -25,6 +26,7 @@ from .schemas import (
     FAMILIES,
     PATHS,
     WITH_RESIDUAL,
+    WITH_ROW_MAX,
     WITHOUT_BACKWARD,
     argument_names,
     unpacked,
@@ -187,7 +189,8 @@ def _prepared(given: dict[str, Any]) -> Call:
     elif "cu_seqlens_q" in given:
         lengths = Lengths(*(given.get(name) for name in Lengths._fields))  # type: ignore[arg-type]
     options = given["dropout_p"], *numbers, given["deterministic"]
-    return steps.prepare(inputs, lengths, options, slopes, sink)[-1]
+    with_max = as_flag("return_max_logits", given.get("return_max_logits", False))
+    return steps.prepare(inputs, lengths, options, slopes, sink, with_max)[-1]
 
 
 def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
@@ -240,7 +243,8 @@ def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
         *shared,
         page_size,
         given.get("cache_batch_idx") is not None,
-        with_residual or given.get("learnable_sink") is not None,  # which the same kernels compute
+        # which the same kernels compute
+        with_residual or WITH_ROW_MAX in op or given.get("learnable_sink") is not None,
         split_size,
         deterministic,
     )

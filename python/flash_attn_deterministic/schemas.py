@@ -28,8 +28,11 @@ _SINK = "Tensor? learnable_sink=None"
 _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
-# Forward ops with this suffix have a third output: the rounding error of out, like it, in bfloat16.
-# With it, a backward computes rowsum(dout * (out + residual)).
+# Forward ops with this suffix have one more output: each row's largest score, as it enters the
+# softmax, like softmax_lse; without keys -inf.
+WITH_ROW_MAX = "_with_row_max"
+# With this one, which comes last, a last one: the rounding error of out, like it, in bfloat16. With
+# it, a backward computes rowsum(dout * (out + residual)).
 WITH_RESIDUAL = "_with_residual"
 # dlse is the gradient of softmax_lse.
 _BACKWARD_MODE = "bool deterministic, Tensor? residual=None, Tensor? dlse=None"
@@ -56,7 +59,10 @@ FORWARD = {
     f"{_SCORES}, bool rotary_interleaved, {_TREE}, {_SINK}) -> {_OUTPUTS}",
 }
 FORWARD |= {
-    name + WITH_RESIDUAL: schema.replace("softmax_lse)", "softmax_lse, Tensor residual)")
+    name + WITH_ROW_MAX: f"{FORWARD[name][:-1]}, Tensor row_max)" for name in ("fwd", "varlen_fwd")
+}
+FORWARD |= {
+    name + WITH_RESIDUAL: f"{schema[:-1]}, Tensor residual)"
     for name, schema in FORWARD.items()
     if "deterministic_bwd" in schema
 }
@@ -126,16 +132,21 @@ def parts_of(q: Tensor | None, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def without_suffixes(name: str) -> str:
+    """Returns the name of the forward op that makes the same call, with two outputs."""
+    return name.removesuffix(WITH_RESIDUAL).removesuffix(WITH_ROW_MAX)
+
+
 def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns name and arguments of the op on q, k and v that makes the same call.
 
-    The name is without the suffix of a residual.
+    The name is without suffixes.
 
     Args:
         name: of an op.
         arguments: of the op, by name.
     """
-    plain = name.replace("qkvpacked_", "").removesuffix(WITH_RESIDUAL)
+    plain = without_suffixes(name.replace("qkvpacked_", ""))
     if "qkv" not in arguments:
         return plain, dict(arguments)
     parts = zip("qkv", parts_of(arguments["q"], arguments["qkv"]), strict=True)
@@ -177,6 +188,7 @@ def forward_call(
     rng_state: Tensor | None = None,
     with_residual: bool = False,
     learnable_sink: Tensor | None = None,
+    with_row_max: bool = False,
 ) -> Call:
     """Lays out a forward; without lengths a dense one."""
     packed = len(inputs) == 2
@@ -192,6 +204,8 @@ def forward_call(
         where = plain(lengths[:2] if packed else lengths[:2] + lengths[4:])
         random = alibi_slopes, rng_state
         arguments = *inputs, *where, *random, *lengths[2:4], *options[:-1], *sink
+    if with_row_max:
+        op += WITH_ROW_MAX
     return op + WITH_RESIDUAL if with_residual else op, arguments
 
 

@@ -257,6 +257,15 @@ FAULTS = [
         ),
     ),
     Fault(
+        "largest scores of all heads of a group go to the first",
+        *(
+            64,
+            _ROWS,
+            "first[offset(row + 8 * r, 1, call.lse",
+            "first[offset(row + 8 * r, 1, 0 * call.lse",
+        ),
+    ),
+    Fault(
         "columns are stored that out does not have",
         *(192, _ROWS, "column < call.head_dim_v)", "column < call.head_dim)"),
     ),

@@ -98,11 +98,12 @@ using Numbers = NumbersOf<fad::Element80>;
 
 struct Result {
   Numbers out;
-  std::vector<float> lse;
+  std::vector<float> lse, row_max;
   std::vector<cutlass::bfloat16_t> residual;
   bool operator==(const Result& other) const {
     return std::memcmp(out.data.data(), other.out.data.data(), 2 * out.data.size()) == 0 &&
            std::memcmp(lse.data(), other.lse.data(), 4 * lse.size()) == 0 &&
+           std::memcmp(row_max.data(), other.row_max.data(), 4 * row_max.size()) == 0 &&
            std::memcmp(residual.data(), other.residual.data(), 2 * residual.size()) == 0;
   }
 };
@@ -116,7 +117,7 @@ struct Call {
   std::optional<Numbers> q, k, v, wide_v;
   int d_v;
   std::vector<float> sinks, slopes;
-  bool keeps_residual = false;
+  bool keeps_residual = false, wants_row_max = false;
 
   explicit Call(unsigned seed) {
     draw_source.seed(seed);
@@ -241,6 +242,7 @@ struct Call {
     params.cache_batch_idx = indexed ? index.data() : nullptr;
     params.leftpad_k = padded ? leftpad.data() : nullptr;
     keeps_residual = chance(40);
+    wants_row_max = seed % 4 != 1;
     sinks = draw_sinks(seed, heads);
     params.sinks = sinks.empty() ? nullptr : sinks.data();
     for (int head = 0; kFew && seed % 5 == 0 && head < heads; ++head) {
@@ -274,10 +276,12 @@ struct Call {
   template <typename Plan>
   Result run(const Plan& plan) {
     Result result{Numbers(rows * params.d), std::vector<float>(rows, NAN),
+                  std::vector<float>(rows, -INFINITY),
                   std::vector<cutlass::bfloat16_t>(rows * params.d + 8, cutlass::bfloat16_t(NAN))};
     FwdParams call = params;
     call.o_ptr = result.out.start();
     call.softmax_lse_ptr = result.lse.data();
+    call.row_max = wants_row_max ? result.row_max.data() : nullptr;
     call.residual = keeps_residual ? aligned(result.residual.data(), 16) : nullptr;
     std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
     auto* room = aligned(scratch.data(), 512);

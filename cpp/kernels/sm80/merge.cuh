@@ -75,6 +75,9 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
     }
   }
 
+  if (lane == 0) {
+    write_row_max(params, info, bidb, bidh, row, row_max, row_sum);
+  }
   const float weight = merge_sink(params, bidh, row_max, row_sum);
   const float inverse = __fmul_rn(inverse_sum(row_sum), params.rp_dropout);  // 1 without dropout
   Element* const out = out_row<Element>(params, info, bidb, bidh, row);

@@ -157,6 +157,9 @@ struct OwnerWalk {
       return true;
     }
     if constexpr (Traits::kKeepsResidual) {
+      if (params.row_max != nullptr) {
+        write_row_maxima(params, softmax);
+      }
       if (params.sinks != nullptr) {
         const int bidh = place_of<Traits::kBlockM>(params, read_cta()).bidh;
 #pragma unroll
@@ -179,6 +182,22 @@ struct OwnerWalk {
       softmax.row_sum(i) = threadIdx.x % 4 == 0 ? softmax.row_sum(i) : 0.f;
     }
     return false;
+  }
+
+ private:
+  template <typename Params, typename Softmax>
+  __device__ __forceinline__ static void write_row_maxima(const Params& params,
+                                                          const Softmax& softmax) {
+    const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
+    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+    const int first = m_block * Traits::kBlockM + thread_row();
+#pragma unroll
+    for (int i = 0; i < size(softmax.row_max); ++i) {
+      const int row = first + i / 2 * F::kRowStep + 8 * (i % 2);
+      if (read_thread() % 4 == 0 && row < info.actual_seqlen_q) {
+        write_row_max(params, info, bidb, bidh, row, softmax.row_max(i), softmax.row_sum(i));
+      }
+    }
   }
 };
 

@@ -80,4 +80,14 @@ __device__ __forceinline__ void write_lse(const FwdParams& params, const Info& i
       log_sum_exp(row_max, params.scale_softmax, row_sum, INFINITY);
 }
 
+// Before the row's sink is merged, which changes its maximum.
+template <typename Info>
+__device__ __forceinline__ void write_row_max(const FwdParams& params, const Info& info, int bidb,
+                                              int bidh, int row, float row_max, float row_sum) {
+  if (params.row_max != nullptr) {
+    params.row_max[lse_at(params, info, bidb, bidh, row)] =
+        largest_score(row_max, params.scale_softmax, row_sum);
+  }
+}
+
 }  // namespace fad

@@ -64,6 +64,13 @@ __device__ __forceinline__ float log_sum_exp(float row_max, float scale, float r
   return row_sum == 0.f ? empty : __fmaf_rn(row_max, scale, log_approx(row_sum));
 }
 
+// The largest score of a row, as the softmax takes it: capped, with the bias of ALiBi, scaled. -inf
+// without keys; NaN where the sum is, as maxima leave NaN out. A zero is +0, so that the order in
+// which maxima of rows are taken changes no bit.
+__device__ __forceinline__ float largest_score(float row_max, float scale, float row_sum) {
+  return row_sum == row_sum ? __fadd_rn(__fmul_rn(row_max, scale), 0.f) : row_sum;
+}
+
 // The state before the first key, so that the first step is like every other one.
 template <typename Softmax>
 __device__ __forceinline__ void start_softmax(Softmax& softmax) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
@@ -21,6 +22,8 @@ from ..types import Call, Inputs, Lengths, Options
 from ..ops import library as library  # isort: skip
 
 WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WithMax = tuple[torch.Tensor, torch.Tensor]
+WithProbsAndMax = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 WithLse = tuple[torch.Tensor, torch.Tensor]
 Arguments = ParamSpec("Arguments")
 _PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -33,8 +36,22 @@ class Attention(Protocol[Arguments]):
 
     @overload
     def __call__(  # type: ignore[overload-overlap]
+        self,
+        *args: Any,
+        return_attn_probs: Literal[True],
+        return_max_logits: Literal[True],
+        **kwargs: Any,
+    ) -> WithProbsAndMax: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
         self, *args: Any, return_attn_probs: Literal[True], **kwargs: Any
     ) -> WithProbs: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *args: Any, return_max_logits: Literal[True], **kwargs: Any
+    ) -> WithMax: ...
 
     @overload
     def __call__(  # type: ignore[overload-overlap]
@@ -57,7 +74,8 @@ def attend(
     alibi_slopes: torch.Tensor | None,
     return_attn_probs: Any,
     learnable_sink: torch.Tensor | None = None,
-) -> torch.Tensor | WithProbs:
+    return_max_logits: Any = False,
+) -> Any:
     """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
     `given` are those of `resolve_options` after q.
@@ -65,7 +83,10 @@ def attend(
     with_probs = return_attn_probs
     if with_probs is not False:
         with_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
-    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink)
+    with_max = return_max_logits
+    if with_max is not False:
+        with_max = numbers.as_flag("return_max_logits", return_max_logits)
+    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max)
     inputs, lengths, head_dim, options, call = prepared
     try:
         head_dim_v = inputs[-1].shape[-1]
@@ -79,17 +100,25 @@ def attend(
     if head_dim_v % 8:
         out = out[..., :head_dim_v]
     if not with_probs:
-        return out
+        return (out, max_logits(results[2], lengths)) if with_max else out
     softmax_lse = results[1]
+    more = (max_logits(results[2], lengths),) if with_max else ()
     if not options.dropout_p:
-        return out, softmax_lse, out.new_empty(0)
+        return out, softmax_lse, out.new_empty(0), *more
     # Imported here, to keep the import of the package short.
     from ..reference.probs import signed_probs
 
     drawn = dict(zip(argument_names(call[0]), call[1], strict=False))
     q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
     random = drawn["alibi_slopes"], drawn["rng_state"]
-    return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, *random, options)
+    return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, *random, options), *more
+
+
+def max_logits(row_max: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
+    """Returns the largest score of each head, (nheads,); of no row -inf."""
+    if row_max.numel():
+        return row_max.amax((0, 2) if lengths is None else 1)
+    return row_max.new_full(row_max.shape[-2:-1], -math.inf)
 
 
 def prepare(
@@ -98,6 +127,7 @@ def prepare(
     given: tuple[Any, ...],
     alibi_slopes: torch.Tensor | None,
     learnable_sink: torch.Tensor | None = None,
+    with_max: bool = False,
 ) -> tuple[Inputs, Lengths | None, int, Options, Call]:
     """Finds the op of a call and lays out its arguments; see `attend`.
 
@@ -117,7 +147,7 @@ def prepare(
             _check_no_gradient((*inputs, sink), lengths)
     if options.keep_residual:
         residual = has_backward((*inputs, sink), lengths)
-    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual, sink)
+    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual, sink, with_max)
     return inputs, lengths, head_dim, options, call
 
 

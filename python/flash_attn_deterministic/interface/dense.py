@@ -8,7 +8,7 @@ import torch
 
 from ..checks.tensors import check_tensor
 from ..types import Deterministic
-from .call import WithProbs, attend, typed
+from .call import WithMax, WithProbs, WithProbsAndMax, attend, typed
 
 
 @typed
@@ -27,7 +27,8 @@ def flash_attn_func(
     *,
     split_size: int | None = None,
     learnable_sink: torch.Tensor | None = None,
-) -> torch.Tensor | WithProbs:
+    return_max_logits: bool = False,
+) -> torch.Tensor | WithMax | WithProbs | WithProbsAndMax:
     """Computes softmax(q k^T * softmax_scale) v with the call signature of flash_attn 2.8.3.
 
     With causal=True the mask is aligned to the bottom right corner: key j is visible to query i
@@ -103,6 +104,8 @@ def flash_attn_func(
             weights are divided by, and softmax_lse includes it. Its own gradient adds up the rows
             of each sequence, which depends on nothing else, then sequences first to last. A sink of
             -inf changes no bit. None: no sinks.
+        return_max_logits: whether to return the largest score of each head as well, for QK-clip.
+            It has no gradient, and changes no bit of what else is returned.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of
@@ -111,7 +114,12 @@ def flash_attn_func(
         softmax before dropout, with its sign bit set where it was dropped; without dropout an
         empty tensor of shape (0,). flash_attn's has the same signs, another scale in each block of
         keys, and is padded to multiples of 128. Rows without a visible key: out 0, softmax_lse
-        +inf, or with sinks the sink (but for a rounding).
+        +inf, or with sinks the sink (but for a rounding). With return_max_logits one more, the
+        last: max_logits (nheads,) in float32, over all rows and the keys that each sees the largest
+        score as it enters the softmax: after softmax_scale, softcap and the bias of ALiBi; without
+        the sink, before dropout. It is a maximum, so that its bits depend on the rows alone, not on
+        their order, split_size or the path. -inf where no row sees a key, NaN where a row's
+        softmax_lse is.
 
     Raises:
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
@@ -135,7 +143,11 @@ def flash_attn_func(
         torch.Size([1, 4, 2, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((q, k, v), None, options, alibi_slopes, return_attn_probs, learnable_sink)
+    others = return_attn_probs, learnable_sink, return_max_logits
+    results: torch.Tensor | WithMax | WithProbs | WithProbsAndMax = attend(
+        (q, k, v), None, options, alibi_slopes, *others
+    )
+    return results
 
 
 @typed
@@ -169,7 +181,10 @@ def flash_attn_qkvpacked_func(
         flash_attn 2.8.3, under this name.
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((None, qkv), None, options, alibi_slopes, return_attn_probs)
+    results: torch.Tensor | WithProbs = attend(
+        (None, qkv), None, options, alibi_slopes, return_attn_probs
+    )
+    return results
 
 
 @typed
@@ -207,4 +222,7 @@ def flash_attn_kvpacked_func(
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     if q is None:  # which in an op says that q is in kv
         check_tensor("q", q)
-    return attend((q, kv), None, options, alibi_slopes, return_attn_probs)
+    results: torch.Tensor | WithProbs = attend(
+        (q, kv), None, options, alibi_slopes, return_attn_probs
+    )
+    return results

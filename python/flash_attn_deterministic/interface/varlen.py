@@ -8,7 +8,7 @@ import torch
 
 from ..checks.tensors import check_tensor
 from ..types import Deterministic, Lengths
-from .call import WithProbs, attend, typed
+from .call import WithMax, WithProbs, WithProbsAndMax, attend, typed
 
 
 @typed
@@ -34,7 +34,8 @@ def flash_attn_varlen_func(
     leftpad_k: torch.Tensor | None = None,
     split_size: int | None = None,
     learnable_sink: torch.Tensor | None = None,
-) -> torch.Tensor | WithProbs:
+    return_max_logits: bool = False,
+) -> torch.Tensor | WithMax | WithProbs | WithProbsAndMax:
     """Computes attention for each sequence of a batch, as `flash_attn_func` does for one alone.
 
     Masks and lengths are those of each sequence; with causal=True, for instance, of a sequence of
@@ -73,14 +74,16 @@ def flash_attn_varlen_func(
         seqused_k: (batch,), int32: how many keys of each sequence are in use; None: all.
         leftpad_k: (batch,), int32: how many keys at the start of each sequence are padding; None:
             0. Not together with block_table.
-        split_size: as in `flash_attn_func`; so is learnable_sink.
+        split_size: as in `flash_attn_func`; so are the arguments after it.
         learnable_sink: see split_size.
+        return_max_logits: see split_size; the rows of all sequences count, and no other.
 
     Returns:
         out (total_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of out,
         softmax_lse (nheads, total_q) in float32 and S_dmask (batch, nheads, max_seqlen_q,
         max_seqlen_k), 0 beyond a sequence; without dropout an empty tensor. See `flash_attn_func`.
-        Rows of no sequence, on every device: out 0, softmax_lse +inf.
+        Rows of no sequence, on every device: out 0, softmax_lse +inf. With return_max_logits the
+        last is max_logits (nheads,), as in `flash_attn_func`.
 
     Raises:
         As `flash_attn_func`; UnsupportedError from the backward of a call that has none.
@@ -92,7 +95,11 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((q, k, v), lengths, options, alibi_slopes, return_attn_probs, learnable_sink)
+    others = return_attn_probs, learnable_sink, return_max_logits
+    results: torch.Tensor | WithMax | WithProbs | WithProbsAndMax = attend(
+        (q, k, v), lengths, options, alibi_slopes, *others
+    )
+    return results
 
 
 @typed
@@ -131,7 +138,10 @@ def flash_attn_varlen_qkvpacked_func(
     """
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((None, qkv), lengths, options, alibi_slopes, return_attn_probs)
+    results: torch.Tensor | WithProbs = attend(
+        (None, qkv), lengths, options, alibi_slopes, return_attn_probs
+    )
+    return results
 
 
 @typed
@@ -177,4 +187,7 @@ def flash_attn_varlen_kvpacked_func(
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     if q is None:  # which in an op says that q is in kv
         check_tensor("q", q)
-    return attend((q, kv), lengths, options, alibi_slopes, return_attn_probs)
+    results: torch.Tensor | WithProbs = attend(
+        (q, kv), lengths, options, alibi_slopes, return_attn_probs
+    )
+    return results

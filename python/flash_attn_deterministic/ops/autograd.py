@@ -25,7 +25,14 @@ from torch.autograd import forward_ad
 from ..checks.ops import validate
 from ..errors import NotDeterministicError, UnsupportedError
 from ..private import AUTOGRAD, C, is_observed
-from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, WITHOUT_BACKWARD, argument_names
+from ..schemas import (
+    BACKWARD,
+    FORWARD,
+    WITH_RESIDUAL,
+    WITHOUT_BACKWARD,
+    argument_names,
+    without_suffixes,
+)
 from ..types import Call
 
 _OPS: Any = torch.ops.flash_attn_deterministic
@@ -157,7 +164,8 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
     """Returns apply, count and end of a forward op; see `autograd_kernel`."""
     names = argument_names(name)
     end = names.index("learnable_sink") if "learnable_sink" in names else _NONE_AT_THE_END
-    backward_name = name.removesuffix(WITH_RESIDUAL).replace("fwd", "bwd")
+    backward_name = without_suffixes(name).replace("fwd", "bwd")
+    keeps_residual = name.endswith(WITH_RESIDUAL)
     count = names.index("qkv" if "qkv" in names else "v") + 1
     # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers; residual, dlse.
     *rest, _, _, _ = argument_names(backward_name)[count + 3 :]
@@ -171,14 +179,15 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
     # in another thread, or in another mode.
 
     def setup(ctx: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        out, softmax_lse, *residual = output
+        out, softmax_lse, *others = output
+        residual = others[-1] if keeps_residual else None
         tensors = *arguments[:count], out, softmax_lse, *more(arguments)
-        ctx.save_for_backward(*tensors, *(residual or (None,)), *arguments[end:])
+        ctx.save_for_backward(*tensors, residual, *arguments[end:])
         ctx.numbers = numbers(arguments)
         if without:
             ctx.without_backward = [n for n, place in without if arguments[place] is not None]
-        if residual:
-            ctx.mark_non_differentiable(*residual)
+        if others:
+            ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
 
     def backward(

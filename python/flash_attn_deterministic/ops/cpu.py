@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checks.ops import validate
-from ..schemas import BACKWARD, FORWARD, SUMS, WITH_RESIDUAL, argument_names, unpacked
+from ..schemas import BACKWARD, FORWARD, SUMS, WITH_RESIDUAL, WITH_ROW_MAX, argument_names, unpacked
 
 # The reference's function of each op, with the same argument names. Packed tensors are split first.
 _FUNCTIONS = {
@@ -60,6 +60,8 @@ def _compute(name: str, given: dict[str, Any]) -> Any:
         return reference.varlen_attention_backward(**_renamed(given), unrounded=True)
     plain, arguments = unpacked(name, given)
     function = getattr(reference, _FUNCTIONS[plain])
+    if WITH_ROW_MAX in name:
+        arguments["return_row_max"] = True
     if name.endswith(WITH_RESIDUAL):
         return reference.with_residual(function, **_renamed(arguments))
     results = function(**_renamed(arguments))

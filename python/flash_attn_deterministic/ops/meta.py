@@ -38,12 +38,12 @@ def _kernel(name: str) -> Callable[..., Any]:
 def _empty(result: str, given: dict[str, Any]) -> Any:
     """Returns a tensor like a result, contiguous whatever the strides of q, k and v."""
     q = given.get("q")
-    if result in ("out", "softmax_lse", "residual"):
+    if result in ("out", "softmax_lse", "row_max", "residual"):
         keys = given.get("v_cache", given.get("v"))
         if q is None:
             q = given["qkv"].unbind(-3)[0]
         *tokens, nheads, head_dim = q.shape
-        if result == "softmax_lse":
+        if result in ("softmax_lse", "row_max"):
             return q.new_empty((*tokens[:-1], nheads, tokens[-1]), dtype=torch.float32)
         shape = (*tokens, nheads, head_dim if keys is None else keys.shape[-1])
         return q.new_empty(shape, dtype=torch.bfloat16 if result == "residual" else q.dtype)

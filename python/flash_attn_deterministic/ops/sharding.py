@@ -41,7 +41,7 @@ def _strategy(name: str) -> Any:
                 return Shard(0) if heads else Replicate()
             if heads:
                 dims = 3 if varlen else 4
-                if tensor in ("softmax_lse", "dlse", "alibi_slopes"):
+                if tensor in ("softmax_lse", "row_max", "dlse", "alibi_slopes"):
                     return Shard(len(spec.shape) - 1 if tensor == "alibi_slopes" else dims - 3)
                 return Shard(dims - 1 if tensor in ("qkv", "dqkv") else dims - 2)
             if tensor == "alibi_slopes" and len(spec.shape) == 1:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..types import Gradients, Outputs
+from ..types import Gradients
 from .backward import KeyGradients, attend_backward, finish
-from .batch import Batch, batches
+from .batch import Batch, Tensors, batches
 from .formats import DEFAULT_FORMATS
 from .forward import attend
 from .storage import places, rotated
@@ -27,8 +27,9 @@ def attention(
     v: torch.Tensor,
     *,
     alibi_slopes: torch.Tensor | None = None,
+    return_row_max: bool = False,
     **options: Unpack[Options],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Computes attention in the kernels' order of operations.
 
     Query i has the position i + seqlen_k - seqlen_q among the keys.
@@ -39,6 +40,7 @@ def attention(
         v: like k; it may have another head_dim, which out then has.
         alibi_slopes: (nheads,) or (batch, nheads); slope times the distance between the positions
             of query and key is subtracted from the score.
+        return_row_max: whether to return row_max too.
         softmax_scale: factor of q k^T; None: head_dim ** -0.5.
         causal: whether a query sees no key after its position; as a right window of 0.
         window: how many keys before and after its position a query sees; negative: all.
@@ -53,14 +55,17 @@ def attention(
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype, and softmax_lse (batch, nheads,
         seqlen_q) in float32 (float64 for float64 inputs). Rows without a visible key: out 0,
-        softmax_lse +inf, or the sink.
+        softmax_lse +inf, or the sink. If asked for, row_max, like softmax_lse: the largest score of
+        each row as it enters the softmax, scaled and capped, with ALiBi, without the sink; -inf
+        without a visible key.
 
     Raises:
         DtypeError: q has another dtype.
         ArgumentError: split_size or block_n is not as above.
     """
     walk = Walk.of(q, **options)
-    return attend(Batch(walk, q, k, v, alibi_slopes, list(range(q.shape[0]))))
+    results = attend(Batch(walk, q, k, v, alibi_slopes, list(range(q.shape[0]))))
+    return results if return_row_max else results[:2]
 
 
 @torch.no_grad()
@@ -77,8 +82,9 @@ def varlen_attention(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    return_row_max: bool = False,
     **options: Unpack[Options],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Computes attention over packed sequences, each the same bits as alone in `attention`.
 
     Arguments are those of `flash_attn_varlen_func` and of `attention`. max_seqlen_q and
@@ -87,7 +93,7 @@ def varlen_attention(
 
     Returns:
         out (total_q, nheads, head_dim) and softmax_lse (nheads, total_q), otherwise as in
-        `attention`. Rows that belong to no sequence: out 0, softmax_lse +inf.
+        `attention`. Rows that belong to no sequence: out 0, softmax_lse +inf, row_max -inf.
     """
     walk = Walk.of(q, **options)
     rows, spans = _spans(cu_seqlens_q), _spans(cu_seqlens_k)
@@ -104,11 +110,12 @@ def varlen_attention(
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     softmax_lse = q.new_full((q.shape[1], q.shape[0]), float("inf"), dtype=walk.dtype)
+    row_max = -softmax_lse
     lengths = [(s.stop - s.start, end - n) for s, end, n in zip(rows, ends, skipped, strict=True)]
     for batch, _ in batches(walk, lengths, lambda b: (q[rows[b]],), keys, alibi_slopes):
         for b, *results in zip(batch.sequences, *attend(batch), strict=True):
-            out[rows[b]], softmax_lse[:, rows[b]] = results
-    return out, softmax_lse
+            out[rows[b]], softmax_lse[:, rows[b]], row_max[:, rows[b]] = results
+    return (out, softmax_lse, row_max) if return_row_max else (out, softmax_lse)
 
 
 def _spans(cu_seqlens: torch.Tensor) -> list[slice]:
@@ -178,7 +185,7 @@ def kvcache_attention(
     softmax_lse = q.new_full((batch_size, q.shape[2], seqlen_q), float("inf"), dtype=walk.dtype)
     lengths = [(seqlen_q, end - n) for end, n in zip(ends, skipped, strict=True)]
     for batch, _ in batches(walk, lengths, rows, keys, alibi_slopes):
-        out[batch.sequences], softmax_lse[batch.sequences] = attend(batch)
+        out[batch.sequences], softmax_lse[batch.sequences], _ = attend(batch)
     return out, softmax_lse
 
 
@@ -271,24 +278,24 @@ def finish_key_sums(sums: KeyGradients, k: torch.Tensor, softmax_scale: float) -
 
 
 def with_residual(
-    attention: Callable[..., Outputs], q: torch.Tensor, *tensors: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    attention: Callable[..., Tensors], q: torch.Tensor, *tensors: torch.Tensor, **options: Any
+) -> Tensors:
     """Computes attention, dense or packed, and the rounding error of out.
 
     The backward subtracts D, the sum of dout * out over a row, from numbers that are close to D
     where keys are alike: rounding out to 16 bit then costs dq most of its digits.
 
     Returns:
-        out and softmax_lse as there, bit for bit, and the residual: unrounded out minus out, shaped
+        What that returns, bit for bit, and the residual: unrounded out minus out, shaped
         like it, in bfloat16.
     """
     # With q in float32, out is not rounded; all other steps round as for q's dtype.
     options["formats"] = options.get("formats", DEFAULT_FORMATS).filled(q.dtype)
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
-    exact, softmax_lse = attention(wide, *tensors, **options)
+    exact, *others = attention(wide, *tensors, **options)
     out = exact.to(q.dtype)
     out.masked_fill_(out.isnan(), float("nan"))
-    return out, softmax_lse, (exact - out).to(torch.bfloat16)
+    return out, *others, (exact - out).to(torch.bfloat16)
 
 
 def restored(out: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

@@ -11,24 +11,26 @@ from .state import INF, State, empty_state, merge_state, normalise, rescale_fact
 from .walk import add_products, copy, fold
 
 
-def attend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and softmax_lse, as `attention` does."""
+def attend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns out, softmax_lse and row_max, as `attention` does."""
     q = batch.grouped(batch.q)
     out = batch.q.new_empty((*batch.q.shape[:3], batch.v.shape[3]))
     softmax_lse = q.new_empty(batch.q.transpose(1, 2).shape[:3], dtype=batch.walk.dtype)
+    row_max = torch.empty_like(softmax_lse)
     for tile in batch.tiles():
-        out_rows, lse_rows = _rows(tile, tile.of(q))
+        out_rows, lse_rows, max_rows = _rows(tile, tile.of(q))
         out_rows = out_rows.to(out.dtype).flatten(1, 2).transpose(1, 2)
         out[tile.batch, tile.rows, tile.heads] = out_rows
         softmax_lse[tile.batch, tile.heads, tile.rows] = lse_rows.flatten(1, 2)
-    for result in (out, softmax_lse):
+        row_max[tile.batch, tile.heads, tile.rows] = max_rows.flatten(1, 2)
+    for result in (out, softmax_lse, row_max):
         # The bits of a converted NaN differ between torch's vector and scalar loops.
         result.masked_fill_(result.isnan(), float("nan"))
-    return out, softmax_lse
+    return out, softmax_lse, row_max
 
 
-def _rows(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a tile over all of its keys; returns out and lse, not rounded."""
+def _rows(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs a tile over all of its keys; returns out, lse and the largest scores, not rounded."""
     walk = tile.walk
     begin, end = walk.window.visible(tile.positions, tile.k.shape[1])
     empty = empty_state(q, tile.v.shape[3])
@@ -42,13 +44,16 @@ def _rows(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             part = _block(tile, part, q, range(start, min(start + walk.block_n, last)))
         state = part if state is None else merge_state(state, part, walk.scale_log2, walk.formats)
     state = empty if state is None else state
+    # The largest of some rows has the same bits in any order: without -0.
+    largest = torch.where(state.row_sum.isnan(), state.row_sum, state.row_max * walk.scale + 0.0)
     if walk.learnable_sink is not None:
         # As a split before the first one, that holds the sink of a head alone.
         sinks = walk.learnable_sink[tile.heads].to(walk.dtype).reshape(1, -1, q.shape[2], 1, 1)
         row_max = (sinks / walk.scale).expand_as(state.row_max)
         sink = State(row_max, (row_max != -INF).to(walk.dtype), empty.acc)
         state = merge_state(state, sink, walk.scale_log2, walk.formats)
-    return normalise(state, walk.scale, walk.formats, walk.keep_scale)
+    out, lse = normalise(state, walk.scale, walk.formats, walk.keep_scale)
+    return out, lse, largest.squeeze(-1)
 
 
 def _block(tile: Tile, state: State, q: torch.Tensor, keys: range) -> State:

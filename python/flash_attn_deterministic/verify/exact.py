@@ -57,6 +57,18 @@ class Definition:
             size[:, part] = _summed(probs, values.abs())
         return Exact(out, softmax_lse, size)
 
+    @torch.no_grad()
+    def max_logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Computes the largest score that a row of each head sees, (nheads,), without sinks."""
+        batch, seqlen_q, nheads, _ = q.shape
+        found = q.new_full((nheads,), -math.inf, dtype=self.dtype)
+        step = max(1, _SCORES // max(1, batch * nheads * k.shape[1]))
+        for begin in range(0, seqlen_q if k.shape[1] else 0, step):
+            rows = q[:, begin : begin + step].to(self.dtype)
+            scores, _ = self._scores(rows, k.to(self.dtype), slice(None), begin, seqlen_q)
+            found = torch.maximum(found, scores.amax((0, 2, 3)))
+        return found
+
     @torch.enable_grad()
     def gradients(
         self,
@@ -92,6 +104,27 @@ class Definition:
         They are (batch, nheads, rows, seqlen_k) and (batch, nheads, rows); `sequences` says which
         of the call's, of `seqlen_q` rows each, q and k are.
         """
+        (batch, rows, _, _), seqlen_k = q.shape, k.shape[1]
+        scores, hidden = self._scores(q, k, sequences, first, seqlen_q)
+        empty = hidden.all(-1)
+        if self.learnable_sink is not None:
+            sink = self.learnable_sink[:, None, None].to(self.dtype)
+            scores = torch.cat([scores, sink.expand(batch, -1, rows, 1)], -1)
+            empty = torch.zeros_like(empty)
+        lse = scores.logsumexp(-1).masked_fill(empty, math.inf)
+        # Of a row without keys every score is masked, so that none of its NaNs flows back.
+        probs = torch.where(empty[:, None], 0.0, scores.softmax(-1)[..., :seqlen_k])
+        if self.keep is not None:
+            # The kernels divide by 1 - dropout_p as a float32.
+            kept = float(torch.tensor(1.0 - self.dropout_p, dtype=torch.float32))
+            part = self.keep[sequences, :, first : first + rows]
+            probs = torch.where(part, probs / kept, 0.0)
+        return probs, lse
+
+    def _scores(
+        self, q: torch.Tensor, k: torch.Tensor, sequences: slice, first: int, seqlen_q: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scores, -inf where a key is hidden, and where that is; see `_weights`."""
         (batch, rows, nheads, head_dim), seqlen_k = q.shape, k.shape[1]
         scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         # Query heads of a KV head are rows of one product.
@@ -112,21 +145,7 @@ class Definition:
             hidden |= distance < -left
         if right >= 0:
             hidden |= distance > right
-        scores = scores.masked_fill(hidden, -math.inf)
-        empty = hidden.all(-1)
-        if self.learnable_sink is not None:
-            sink = self.learnable_sink[:, None, None].to(self.dtype)
-            scores = torch.cat([scores, sink.expand(batch, -1, rows, 1)], -1)
-            empty = torch.zeros_like(empty)
-        lse = scores.logsumexp(-1).masked_fill(empty, math.inf)
-        # Of a row without keys every score is masked, so that none of its NaNs flows back.
-        probs = torch.where(empty[:, None], 0.0, scores.softmax(-1)[..., :seqlen_k])
-        if self.keep is not None:
-            # The kernels divide by 1 - dropout_p as a float32.
-            kept = float(torch.tensor(1.0 - self.dropout_p, dtype=torch.float32))
-            part = self.keep[sequences, :, first : first + rows]
-            probs = torch.where(part, probs / kept, 0.0)
-        return probs, lse
+        return scores.masked_fill(hidden, -math.inf), hidden
 
 
 def _summed(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,14 @@ from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.errors import ArgumentTypeError
 
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
-FLAGS = ("causal", "deterministic", "return_attn_probs", "return_softmax_lse", "rotary_interleaved")
+FLAGS = (
+    "causal",
+    "deterministic",
+    "return_attn_probs",
+    "return_max_logits",
+    "return_softmax_lse",
+    "rotary_interleaved",
+)
 REAL = {"softmax_scale": 0.25, "softcap": 4.0, "dropout_p": 0.5}
 
 

@@ -84,8 +84,10 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     },
 }
 OURS = {
-    "flash_attn_func": ["split_size", "learnable_sink"],
-    "flash_attn_varlen_func": ["seqused_k", "leftpad_k", "split_size", "learnable_sink"],
+    "flash_attn_func": ["split_size", "learnable_sink", "return_max_logits"],
+    "flash_attn_varlen_func": [
+        *("seqused_k", "leftpad_k", "split_size", "learnable_sink", "return_max_logits"),
+    ],
     "flash_attn_with_kvcache": ["split_size", "learnable_sink"],
 }
 
@@ -97,7 +99,7 @@ def test_signature_is_that_of_flash_attn(name: str) -> None:
     assert [(p.name, p.default) for p in positional] == list(UPSTREAM[name].items())
     ours = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert [p.name for p in ours] == OURS.get(name, ["split_size"])
-    assert {p.default for p in ours} == {None}
+    assert all(p.default is (False if p.name.startswith("return_") else None) for p in ours)
     assert len(parameters) == len(positional) + len(ours)
 
 

@@ -79,6 +79,7 @@ NUMBERS: dict[str, list[Any]] = {
     "learnable_sink": [1.0],
     "deterministic": [0.5, "True"],
     "return_attn_probs": FLAGS,
+    "return_max_logits": FLAGS,
     "return_softmax_lse": FLAGS,
     "rotary_interleaved": FLAGS,
     "num_splits": [-1, 1.5, None],

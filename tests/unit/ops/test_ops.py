@@ -166,6 +166,11 @@ CASES = [
             "varlen_qkvpacked_fwd": varlen_qkvpacked_fwd(dropout_p=0.25),
         }.items()
     ),
+    *(
+        pytest.param(f"{name}_with_row_max{residual}", arguments, id=f"{name}-row-max{residual}")
+        for name, arguments in {"fwd": fwd(), "varlen_fwd": varlen_fwd()}.items()
+        for residual in ("", "_with_residual")
+    ),
     pytest.param("kvcache_fwd", kvcache_fwd(), id="kvcache-read-only"),
     pytest.param(
         "kvcache_fwd", kvcache_fwd(**NEW, cache_batch_idx=int32(2, 0)), id="kvcache-append"
@@ -255,6 +260,8 @@ def test_every_op_has_a_case() -> None:
         ),
         pytest.param("fwd_with_residual", fwd(), id="fwd-residual"),
         pytest.param("varlen_fwd_with_residual", varlen_fwd(), id="varlen_fwd-residual"),
+        pytest.param("fwd_with_row_max", fwd(), id="fwd-row-max"),
+        pytest.param("varlen_fwd_with_row_max_with_residual", varlen_fwd(), id="varlen-both"),
         pytest.param("qkvpacked_fwd_with_residual", qkvpacked_fwd(), id="qkvpacked-residual"),
         pytest.param(
             "varlen_fwd", varlen_fwd(dropout_p=0.25, alibi_slopes=SLOPES), id="varlen_fwd-dropout"

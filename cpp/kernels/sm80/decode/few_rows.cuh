@@ -172,6 +172,10 @@ __device__ __forceinline__ void write_rows(const FwdParams& params, const Sequen
   float row_sum = state.row_sum;
   __syncthreads();
   if (sum.is_mine) {
+    if (sum.row < rows.count) {
+      write_row_max(params, info, rows.bidb, rows.head(sum.row), rows.token(sum.row), sum.row_max,
+                    row_sum);
+    }
     const float weight = merge_sink(params, rows.head(sum.row), sum.row_max, row_sum);
     ends[sum.row] = make_float2(weight, inverse_sum(row_sum));
   }

@@ -465,6 +465,9 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
   const int bidh = rows.head(row);
   const int token = rows.token(row);
   float row_max = state.row_max, row_sum = state.row_sum;
+  if (first_column == 0 && lane % 4 == 0) {
+    write_row_max(params, info, rows.bidb, bidh, token, row_max, row_sum);
+  }
   const float weight = merge_sink(params, bidh, row_max, row_sum);
   const float inverse = inverse_sum(row_sum);
   Element* const out = out_row<Element>(params, info, rows.bidb, bidh, token);

@@ -19,6 +19,7 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.out_head_stride = call.o_head_stride;
   params.residual = call.residual;
   params.softmax_lse = static_cast<float*>(call.softmax_lse_ptr);
+  params.row_max = call.row_max;
   params.sinks = call.sinks;
   params.lse_head_stride = call.unpadded_lse ? call.total_q : call.seqlen_q;
   params.lse_batch_stride = static_cast<int64_t>(call.h) * call.seqlen_q;

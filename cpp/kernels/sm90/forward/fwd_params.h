@@ -39,6 +39,7 @@ struct FwdParams {
   void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
   // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
   float* softmax_lse;
+  float* row_max;      // laid out like it: the largest score of each row; nullptr: not wanted
   const float* sinks;  // (heads): of each query head; nullptr: there are none
   int64_t lse_batch_stride, lse_head_stride;
 

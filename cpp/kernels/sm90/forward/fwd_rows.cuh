@@ -54,9 +54,27 @@ struct RowEnds {
     return is_row(work, row) ? row_of_out(work, row) : nullptr;
   }
 
+  // Where softmax_lse of a sequence's first query and a group's first head lies.
+  __device__ __forceinline__ int64_t first_lse(const Work& work) const {
+    return work.bidh * call.lse_head_stride +
+           (call.cu_seqlens_q == nullptr ? work.bidb * call.lse_batch_stride : work.q_row);
+  }
+
   // `acc` becomes the rows' result, which is stored.
   __device__ __forceinline__ void end(int turn, RowState rows,
                                       float (&acc)[T::kHeadDimV / 2]) const {
+    if (call.row_max != nullptr) {
+      const Work work = work_of(turn);
+      float* const first = call.row_max + first_lse(work);
+      const int row = work.first_row + group * kGroupRows + row_in_group;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (lane % 4 == 0 && is_row(work, row + 8 * r)) {
+          first[offset(row + 8 * r, 1, call.lse_head_stride)] =
+              largest_score(rows.max[r], call.scale, rows.sum[r]);
+        }
+      }
+    }
     if (call.sinks != nullptr) {
       const Work work = work_of(turn);
       const int row = work.first_row + row_in_group;  // warpgroups begin with a group's first head
@@ -71,9 +89,7 @@ struct RowEnds {
     RowWords words;
     pack(turn, rows, acc, words);
     const Work work = work_of(turn);
-    float* const lse =
-        call.softmax_lse + work.bidh * call.lse_head_stride +
-        (call.cu_seqlens_q == nullptr ? work.bidb * call.lse_batch_stride : work.q_row);
+    float* const lse = call.softmax_lse + first_lse(work);
     const int row = work.first_row + group * kGroupRows + row_in_group;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
