@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
 // Groups of heads whose tiles are worked on together: K and V of theirs should stay in L2. Under a
 // causal mask tiles of the last rows take longest and come first, so that those of the last groups
 // start when nothing is left to run beside them. Groups together have tiles for two rounds of CTAs,
-// therefore, and the last of them are no fewer than the others: 4 heads of 13,868 queries, 3 and
-// then 1, took 1.6 of the time of all 4 together (a model of the order in which CTAs take tiles,
-// and what an H100 took).
+// therefore, and the last of them are as many as the others, but for what division leaves: 4 heads
+// of 13,868 queries, 3 and then 1, took 1.6 of the time of all 4 together (a model of the order in
+// which CTAs take tiles, and what an H100 took).
 inline int units_at_a_time(const FwdCall& call, unsigned ctas) {
   constexpr int64_t kL2Bytes = 24 << 20;
   const int64_t all = int64_t{call.batch} * call.units;
