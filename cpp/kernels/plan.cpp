@@ -221,16 +221,17 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
              : one_cta;
 }
 
+// Of Hopper's key blocks of 64 keys: with up to 16 heads 209 drawn calls took 1.06 of the time of
+// the best number of heads, with up to 8 they took 1.05.
+constexpr int64_t kMostNarrowHeads = 8;
+
 // How many parts of heads run at the same time where CTAs take turns: no bits depend on it. Key
 // blocks of one head that start together wait for each other, one step apart: in a short sequence
 // under a causal mask, where each has fewer rows than the one before, for most of their time. With
 // many heads at a time, key blocks of one head start one after another, and do not wait. But what
 // they read and add to should stay in L2: with more heads, less of it does.
 // Hopper's key blocks of 64 keys are twice as many: more of them wait for each other, but fewer
-// heads fill the GPU, and dq's sums take nearly all that L2 adds. So few heads run at a time: 16 of
-// short sequences took 1.06 of the time of the best number in 209 drawn calls, 8 took 1.05.
-constexpr int64_t kMostNarrowHeads = 8;
-
+// heads fill the GPU, and dq's sums take nearly all that L2 adds.
 int shares_in_flight(const BwdParams& params, const BwdKernel& kernel, const KeyParts& parts,
                      const Device& device) {
   if (device.heads_in_flight > 0) {
