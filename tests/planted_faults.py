@@ -417,6 +417,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("cache: places dropped", argument("cache_batch_idx", nothing), (), ("cache-places",)),
     Fault("cache: places negated", argument("cache_batch_idx", lambda t: t.flip(0)), (),
           ("cache-places",)),
+    *(Fault(f"descale: {name}", argument(f"{of}_descale", change), (), ("pages-fp8",))
+      for of in "kv"
+      for name, change in ((f"of {of} dropped", nothing),
+                           (f"of the next head of {of}", lambda t: t.roll(1)))),
     # appending
     Fault("append: not written", cache(forgetful), (), APPEND, ("k_new", "v_new")),
     Fault("append: doubled", cache(lambda a: {n: 2 * a[n] for n in "kv"}), (), APPEND),

@@ -60,10 +60,6 @@ constexpr double kScoresByDim = 0.086, kValues = 0.0127, kRowBlockAfterFirst = 0
 // The larger of two times, or somewhat more where they are alike.
 double together(double a, double b) { return std::sqrt(std::sqrt(a * a * a * a + b * b * b * b)); }
 
-// Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
-// 128, few CTAs: 0.8 us with 16, 2.1 us with 64.)
-constexpr int kFewRowsTiles[] = {16, 32, 64};
-
 // Keys that a row block sees: the last one, which sees most, and the average one.
 struct SeenKeys {
   double most, average;
@@ -121,12 +117,9 @@ int group_of(const FwdParams& params, Family family, Path path) {
   return group;
 }
 
-int few_rows_tile(int rows) {
-  int tile = kFewRowsTiles[0];
-  for (const int tall : kFewRowsTiles) {
-    tile = tile < rows ? tall : tile;
-  }
-  return tile;
+bool fills_better(const FwdParams& params, int tile, int other) {
+  const int rows = rows_of(params, Family::kSm80, Path::kFewRows);
+  return other < rows ? tile > other : rows <= tile && tile < other;
 }
 
 long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {

@@ -40,6 +40,7 @@ enum Feature : unsigned {
   kPaged = 64,       // keys in pages
   kPadded = 128,     // head_dim below the kernel's
   kResidual = 256,   // what rounding takes from the output is kept, or rows end with a sink
+  kFp8 = 512,        // keys and values are e4m3: of kernels that take no others
 };
 using Features = unsigned;
 

@@ -48,6 +48,7 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   // Laid out like softmax_lse: the largest score of each row (largest_score). Rows without keys may
   // not be written. nullptr: it is not wanted.
   float* row_max;
+  bool kv_fp8;  // keys and values are e4m3, strides in elements as of others
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {

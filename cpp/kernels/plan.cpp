@@ -88,16 +88,16 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   };
   const bool ends_otherwise =
       params.residual != nullptr || params.sinks != nullptr || params.row_max != nullptr;
-  const Features features = features_of(params) | (ends_otherwise ? kResidual : 0);
+  const Features features =
+      features_of(params) | (ends_otherwise ? kResidual : 0) | (params.kv_fp8 ? kFp8 : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
-    const bool fits =
-        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
-    if (kernel.family == family && kernel.path == path && fits && takes_values(params, kernel) &&
-        covers(kernel.covers, features) &&
+    if (kernel.family == family && kernel.path == path && takes_values(params, kernel) &&
+        covers(kernel.covers, features) && (kernel.covers & kFp8) == (features & kFp8) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr || (kernel.ctas_per_sm > 0 && time(kernel) < time(*best)))) {
+        (best == nullptr || (kernel.ctas_per_sm > 0 && time(kernel) < time(*best)) ||
+         (path == Path::kFewRows && fills_better(params, kernel.block_m, best->block_m)))) {
       best = &kernel;
     }
   }
@@ -196,7 +196,8 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   }
   const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas &&
                        kernel->shared_bytes <= device.shared_bytes_per_block;
-  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries;
+  // Other kernels take no e4m3 keys.
+  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries || params.kv_fp8;
   return {kernel, blocks, splits && path != Path::kScoresFirst,
           rows_fit && in_grid && (splits || path != Path::kParts) &&
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};

@@ -31,6 +31,13 @@ std::int32_t dtype_number(const Tensor& tensor) {
   return number;
 }
 
+void check_placed(const Tensor& tensor, const char* name, const Tensor& q, std::int64_t dims) {
+  check(tensor.is_cuda(), name, ": expected a CUDA tensor, got ", Described{tensor});
+  check(tensor.get_device_index() == q.get_device_index(), name,
+        ": expected the device of q, cuda:", q.get_device_index(), ", got ", Described{tensor});
+  check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ", Shape{tensor});
+}
+
 struct Dtype {  // its name
   const Tensor& tensor;
 };
@@ -79,12 +86,26 @@ Text& operator<<(Text& out, Described described) {
 
 void check_attention_input(const Tensor& tensor, const char* name, const Tensor& q,
                            std::int64_t dims) {
-  check(tensor.is_cuda(), name, ": expected a CUDA tensor, got ", Described{tensor});
-  check(tensor.get_device_index() == q.get_device_index(), name,
-        ": expected the device of q, cuda:", q.get_device_index(), ", got ", Described{tensor});
+  check_placed(tensor, name, q, dims);
   check(dtype_number(tensor) == dtype_number(q), name, ": expected the dtype of q, ", Dtype{q},
         ", got ", Described{tensor});
-  check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ", Shape{tensor});
+}
+
+bool is_e4m3(const Tensor& tensor) {
+  return dtype_number(tensor) == aoti_torch_dtype_float8_e4m3fn();
+}
+
+void check_cached(const Tensor& k, const char* name_k, const Tensor& v, const char* name_v,
+                  const Tensor& q, std::int64_t dims) {
+  if (!is_e4m3(k)) {
+    check_attention_input(k, name_k, q, dims);
+    check_attention_input(v, name_v, q, dims);
+    return;
+  }
+  check_placed(k, name_k, q, dims);
+  check_placed(v, name_v, q, dims);
+  check(is_e4m3(v), name_v, ": expected the dtype of ", name_k, ", ", Dtype{k}, ", got ",
+        Described{v});
 }
 
 void check_heads(const Tensor& q, const Tensor& k, const Tensor& v) {

@@ -67,6 +67,12 @@ Text& operator<<(Text& out, Described described);
 void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
                            const torch::stable::Tensor& q, std::int64_t dims);
 
+// Keys and values of a cache: both like q, or both e4m3.
+void check_cached(const torch::stable::Tensor& k, const char* name_k,
+                  const torch::stable::Tensor& v, const char* name_v,
+                  const torch::stable::Tensor& q, std::int64_t dims);
+bool is_e4m3(const torch::stable::Tensor& tensor);
+
 // head_dim of q and v, and the number of heads of q over that of k.
 void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v);

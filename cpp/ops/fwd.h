@@ -64,7 +64,8 @@ Outputs fwd(const Extra& extra, const torch::stable::Tensor& q, const torch::sta
             const OptionalTensor& learnable_sink);
 
 // q: (total_q, nheads, head_dim)
-// k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim)
+// k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim),
+// which may be e4m3
 // cu_seqlens_q, cu_seqlens_k: (batch + 1), int32; seqused_k, leftpad_k: (batch), int32
 // block_table: (batch, blocks of the longest sequence), int32
 // Returns out, shaped like q, contiguous, and softmax_lse: (nheads, total_q), fp32.
@@ -81,7 +82,7 @@ Outputs varlen_fwd(const Extra& extra, const torch::stable::Tensor& q,
 
 // q: (batch, seqlen_q, nheads, head_dim)
 // k_cache, v_cache: (batch of the cache, capacity, nheads_k, head_dim), or pages: (num_blocks,
-// page_block_size, nheads_k, head_dim); appended to in place
+// page_block_size, nheads_k, head_dim); appended to in place; or e4m3, and not appended to
 // k, v: (batch, seqlen_new, nheads_k, head_dim) or none
 // cache_seqlens, cache_batch_idx, cache_leftpad: (batch), int32; block_table as above
 // rotary_cos, rotary_sin: (positions, rotary_dim / 2), like q
@@ -103,13 +104,13 @@ using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::in
 
 // The plan of a call whose longest sequences are seqlen_q and seqlen_k, on the device and in the
 // dtype of `like`. packed: sequences stand one after another, as in varlen_fwd; page_size: keys to
-// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx;
-// keep_residual: as of fwd_with_residual.
+// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx; kv_fp8: k and
+// v are e4m3; keep_residual: as of fwd_with_residual.
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t head_dim_v, std::int64_t window_left,
                  std::int64_t window_right, bool has_alibi, bool has_softcap, bool has_dropout,
-                 bool packed, std::int64_t page_size, bool cache_index, bool keep_residual,
-                 std::int64_t split_size, bool deterministic);
+                 bool packed, std::int64_t page_size, bool cache_index, bool kv_fp8,
+                 bool keep_residual, std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

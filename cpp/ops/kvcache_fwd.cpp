@@ -23,15 +23,15 @@ int* data(const OptionalTensor& tensor) {
 }
 
 // The cache is written in place: it can't be copied to align it.
-void check_cache(const Tensor& cache, const char* name, const Tensor& q) {
-  check_attention_input(cache, name, q, 4);
-  bool good = cache.stride(3) == 1 && reinterpret_cast<std::uintptr_t>(cache.data_ptr()) % 16 == 0;
+void check_rows(const Tensor& cache, const char* name) {
+  const std::uintptr_t bytes = is_e4m3(cache) ? 8 : 16;
+  bool good =
+      cache.stride(3) == 1 && reinterpret_cast<std::uintptr_t>(cache.data_ptr()) % bytes == 0;
   for (int dim = 0; dim < 3; ++dim) {
     good = good && (cache.stride(dim) % 8 == 0 || cache.size(dim) == 1);
   }
-  check(good, name,
-        ": expected rows that start at multiples of 16 bytes, the last dimension contiguous, got ",
-        Described{cache});
+  check(good, name, ": expected rows that start at multiples of ", bytes,
+        " bytes, the last dimension contiguous, got ", Described{cache});
 }
 
 void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tensor& q,
@@ -62,8 +62,9 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
                     double softcap, bool rotary_interleaved, std::int64_t split_size,
                     bool deterministic, const OptionalTensor& learnable_sink) {
   check_attention_input(q, "q", q, 4);
-  check_cache(k_cache, "k_cache", q);
-  check_cache(v_cache, "v_cache", q);
+  check_cached(k_cache, "k_cache", v_cache, "v_cache", q, 4);
+  check_rows(k_cache, "k_cache");
+  check_rows(v_cache, "v_cache");
   check_heads(q, k_cache, v_cache);
   const std::int64_t batch = q.size(0);
   const std::int64_t head_dim = q.size(3);
@@ -103,6 +104,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
         rotates ? "rotary_cos" : "rotary_sin", " alone");
   check(k.has_value() || !rotates, "rotary_cos: expected None without k and v, got a tensor");
   if (k.has_value()) {
+    check(!is_e4m3(k_cache), "k: expected None with a cache of float8_e4m3fn, got a tensor");
     check(cache_seqlens.has_value(),
           "cache_seqlens: expected a tensor where k and v are appended, got None");
     check_attention_input(*k, "k", q, 4);
@@ -127,6 +129,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   set_head_dims(params, head_dim, head_dim_v);
   params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
   params.kv_batch = static_cast<int>(k_cache.size(0));
+  params.kv_fp8 = is_e4m3(k_cache);
   // Lengths, not offsets: upstream's meaning of this flag.
   params.cu_seqlens_k = data(cache_seqlens);
   params.is_seqlens_k_cumulative = !cache_seqlens.has_value();

@@ -64,8 +64,8 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t head_dim_v, std::int64_t window_left,
                  std::int64_t window_right, bool has_alibi, bool has_softcap, bool has_dropout,
-                 bool packed, std::int64_t page_size, bool cache_index, bool keep_residual,
-                 std::int64_t split_size, bool deterministic) {
+                 bool packed, std::int64_t page_size, bool cache_index, bool kv_fp8,
+                 bool keep_residual, std::int64_t split_size, bool deterministic) {
   auto params =
       params_of<FwdParams>(batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, head_dim_v,
                            window_left, window_right, has_alibi, has_softcap, has_dropout, packed);
@@ -77,6 +77,7 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
     params.v_batch_stride = params.v_row_stride * page_size;
   }
   params.cache_batch_idx = cache_index ? &somewhere : nullptr;
+  params.kv_fp8 = kv_fp8;
   params.residual = keep_residual ? &somewhere : nullptr;
   const FwdPlan plan = plan_call(params, like, split_size, deterministic);
   return {static_cast<std::int64_t>(plan.kernel->family),

@@ -20,8 +20,12 @@ void check_layout(const Tensor& q, const Tensor& k, const Tensor& v, const Packe
                   const OptionalTensor& block_table) {
   const bool paged = block_table.has_value();
   check_attention_input(q, "q", q, 3);
-  check_attention_input(k, "k", q, paged ? 4 : 3);
-  check_attention_input(v, "v", q, paged ? 4 : 3);
+  if (paged) {
+    check_cached(k, "k", v, "v", q, 4);
+  } else {
+    check_attention_input(k, "k", q, 3);
+    check_attention_input(v, "v", q, 3);
+  }
   check_heads(q, k, v);
   check_packed(q, packed);
   const std::int64_t nheads_k = k.size(k.dim() - 2);
@@ -83,6 +87,9 @@ Outputs varlen_fwd(const Extra& extra, const Tensor& q, const Tensor& k, const T
     params.block_table_batch_stride = block_table->stride(0);
     params.page_block_size = static_cast<int>(k.size(1));
     params.kv_batch = static_cast<int>(k.size(0));
+    params.kv_fp8 = is_e4m3(k);
+    check(!params.kv_fp8 || dropout_p == 0,
+          "dropout_p: expected 0 with keys of float8_e4m3fn, got ", dropout_p);
     // No key beyond the pages, whatever the lengths say.
     params.seqlen_k =
         static_cast<int>(std::min<std::int64_t>(params.seqlen_k, block_table->size(1) * k.size(1)));

@@ -17,9 +17,11 @@ from .checks.describe import shown
 from .checks.kernels import instance_problem
 from .checks.numbers import as_flag
 from .checks.ops import validate
+from .checks.tensors import is_fp8
 from .errors import ArgumentError, UnsupportedError
 from .interface import call as steps
 from .interface import kvcache
+from .interface.descale import check_descales
 from .mode import DECORATED, deterministic_mode
 from .ops.autograd import check_no_tangent
 from .schemas import (
@@ -159,6 +161,7 @@ def explain(
         bound = inspect.signature(inner).bind(*args, **kwargs)
         bound.apply_defaults()
         call = _prepared(bound.arguments)
+        check_descales(call, *(bound.arguments.get(f"{n}_descale") for n in "kv"))
     op, arguments = call
     q = arguments[1] if arguments[0] is None else arguments[0]
     check_no_tangent(arguments)
@@ -243,6 +246,7 @@ def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
         *shared,
         page_size,
         given.get("cache_batch_idx") is not None,
+        is_fp8(keys),
         # which the same kernels compute
         with_residual or WITH_ROW_MAX in op or given.get("learnable_sink") is not None,
         split_size,

@@ -101,8 +101,8 @@ _SHAPES = (
     "bool has_dropout, bool packed"
 )
 PLAN = {
-    "plan": f"({_SHAPES}, int page_size, bool cache_index, bool keep_residual, {_TREE}) "
-    "-> (int, int, int, int, int, int, int, int)",
+    "plan": f"({_SHAPES}, int page_size, bool cache_index, bool kv_fp8, bool keep_residual, "
+    f"{_TREE}) -> (int, int, int, int, int, int, int, int)",
     "bwd_plan": f"({_SHAPES}, bool deterministic) -> (int, int, int, int, bool, int, int)",
 }
 # Arguments of varlen_fwd with which a call has no backward.

@@ -32,6 +32,7 @@ struct Copy {
   const void* from;
   void* to;
   bool inside;  // else zeros
+  std::size_t bytes;
 };
 
 // What a thread hands to its warp, and gets back.
@@ -238,14 +239,14 @@ inline void arrive_at_named(int number, int threads, bool waits) {
 
 inline void carry_out(const Copy& copy) {
   if (copy.inside) {
-    std::memcpy(copy.to, copy.from, 16);
+    std::memcpy(copy.to, copy.from, copy.bytes);
   } else {
-    std::memset(copy.to, 0, 16);
+    std::memset(copy.to, 0, copy.bytes);
   }
 }
 
-inline void start_copy(const void* from, void* to, bool inside) {
-  const Copy copy{from, to, inside};
+inline void start_copy(const void* from, void* to, bool inside, std::size_t bytes) {
+  const Copy copy{from, to, inside, bytes};
   if (copies_late) {
     current->open.push_back(copy);
   } else {

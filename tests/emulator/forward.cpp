@@ -1,6 +1,7 @@
 // Draws calls, runs them through the few-rows kernel of the sm80 family and through each kernel of
 // the Hopper forward, and compares the bits: forward FIRST COUNT [MOST], until MOST of them differ.
-// With FEW, calls have a few queries, and the kernels are those of both paths for these. See
+// With FEW, calls have a few queries, and the kernels are those of both paths for these; every
+// second call has keys and values that e4m3 holds, which the kernels for it then read as such. See
 // emulator.h and hopper.h for what this shows.
 #include "emulator.h"
 
@@ -38,6 +39,7 @@ const FwdKernel kReference[] = {
 
 struct Named {
   std::string name;
+  bool fp8 = false;                // takes keys and values in e4m3
   std::vector<FwdKernel> kernels;  // the first that can takes a call
 };
 
@@ -46,23 +48,35 @@ template <int kBlockM, int kWarps>
 Named few_rows() {
   return {
       "few-rows " + std::to_string(kBlockM),
+      false,
       {fwd_entry<Element80, HEAD_DIM, Path::kFewRows, kBlockM, kWarps, kMost & ~kPaged>(),
        fwd_entry<Element80, HEAD_DIM, Path::kFewRows, kBlockM, kWarps, kMost & ~kCacheIndex>()}};
 }
 
+template <int kBlockM, int kWarps>
+Named few_rows_fp8() {
+  return {"few-rows fp8 " + std::to_string(kBlockM),
+          true,
+          {fwd_entry<Element80, HEAD_DIM, Path::kFewRows, kBlockM, kWarps, kMost | kFp8>()}};
+}
+
 std::vector<Named> kernels() {
   constexpr int kWarps = HEAD_DIM == 256 ? 3 : 4;
-  return {
-      few_rows<16, HEAD_DIM % 64 == 0 ? 8 : 4>(),
-      few_rows<32, 8>(),
-      few_rows<64, 8>(),
-      {"scores-first", {fwd_entry<Element80, HEAD_DIM, Path::kScoresFirst, 8, kWarps, kMost>()}}};
+  return {few_rows<16, HEAD_DIM % 64 == 0 ? 8 : 4>(),
+          few_rows<32, 8>(),
+          few_rows<64, 8>(),
+          few_rows_fp8<16, HEAD_DIM % 64 == 0 ? 8 : 4>(),
+          few_rows_fp8<64, 8>(),
+          {"scores-first",
+           false,
+           {fwd_entry<Element80, HEAD_DIM, Path::kScoresFirst, 8, kWarps, kMost>()}}};
 }
 #else
 std::vector<Named> kernels() {
   std::vector<Named> all;
 #define ROW(path, head_dim_v, block_m, covers)                                        \
   all.push_back({#path " " #head_dim_v " " #block_m,                                  \
+                 false,                                                               \
                  {sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>( \
                      &launch_sm90<head_dim_v, block_m>)}});
   SM90_ROWS(ROW)
@@ -96,6 +110,35 @@ using fad::FwdParams;
 using fad::kFew;
 using Numbers = NumbersOf<fad::Element80>;
 
+// What a byte is in e4m3.
+float e4m3(int byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float size = exponent == 0           ? std::ldexp(mantissa, -9)
+                     : (byte & 0x7f) == 0x7f ? NAN
+                                             : std::ldexp(8 + mantissa, exponent - 10);
+  return byte < 128 ? size : -size;
+}
+
+// Whether kernels read each byte as the number that it is.
+bool bytes_are_right() {
+  for (uint32_t byte = 0; kFew && byte < 256; ++byte) {
+    const uint2 words = fad::widened<fad::Element80>(byte | (255 - byte) << 8 | byte << 16);
+    const int expected[] = {static_cast<int>(byte), 255 - static_cast<int>(byte),
+                            static_cast<int>(byte), 0};
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = i < 2 ? words.x : words.y;
+      const float number =
+          static_cast<float>(fad::Element80::from_bits(static_cast<uint16_t>(word >> i % 2 * 16)));
+      const float right = e4m3(expected[i]);
+      if (std::memcmp(&number, &right, 4) != 0 && !(number != number && right != right)) {
+        std::fprintf(stderr, "byte %d is read as %g\n", expected[i], number);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 struct Result {
   Numbers out;
   std::vector<float> lse, row_max;
@@ -115,6 +158,7 @@ struct Call {
   std::vector<int> lengths_q, lengths_k, starts_q, starts_k, used_k, leftpad, index, table;
   // wide_v has zeros where v has no columns.
   std::optional<Numbers> q, k, v, wide_v;
+  std::vector<uint64_t> k_bytes, v_bytes;  // in e4m3, if there are any
   int d_v;
   std::vector<float> sinks, slopes;
   bool keeps_residual = false, wants_row_max = false;
@@ -220,6 +264,23 @@ struct Call {
         wide_v->start()[i] = fad::Element80(0.f);
       }
     }
+    if (kFew && seed % 2 == 0) {
+      std::mt19937 bytes_source(seed);
+      const auto made = [&](Numbers& numbers) {
+        std::vector<uint64_t> bytes(kv / 8);
+        auto* const each = reinterpret_cast<unsigned char*>(bytes.data());
+        for (std::size_t i = 0; i < kv; ++i) {
+          each[i] = 0x7f;
+          if (numbers.at(i) == numbers.at(i)) {  // up to 3.5, some of them subnormal
+            each[i] = static_cast<unsigned char>(bytes_source() % 2 << 7 | bytes_source() % 0x47);
+            numbers.start()[i] = fad::Element80(e4m3(each[i]));
+          }
+        }
+        return bytes;
+      };
+      k_bytes = made(*k), v_bytes = made(*v);
+      std::copy(v->start(), v->start() + kv, wide_v->start());
+    }
     params.q_ptr = q->start(), params.k_ptr = k->start();
     if (packed_q) {
       params.cu_seqlens_q = starts_q.data();
@@ -274,11 +335,14 @@ struct Call {
   }
 
   template <typename Plan>
-  Result run(const Plan& plan) {
+  Result run(const Plan& plan, bool fp8 = false) {
     Result result{Numbers(rows * params.d), std::vector<float>(rows, NAN),
                   std::vector<float>(rows, -INFINITY),
                   std::vector<cutlass::bfloat16_t>(rows * params.d + 8, cutlass::bfloat16_t(NAN))};
     FwdParams call = params;
+    if (fp8) {
+      call.kv_fp8 = true, call.k_ptr = k_bytes.data(), call.v_ptr = v_bytes.data();
+    }
     call.o_ptr = result.out.start();
     call.softmax_lse_ptr = result.lse.data();
     call.row_max = wants_row_max ? result.row_max.data() : nullptr;
@@ -350,6 +414,10 @@ bool run_kernel(Call& call, const Result& expected, const fad::Named& named, uns
                                   &fad::launch_merge<fad::Element80, HEAD_DIM>};
   const fad::FwdKernel& kernel = named.kernels[0];
   FwdParams params = call.params;
+  if (named.fp8 && call.k_bytes.empty()) {
+    return false;
+  }
+  params.kv_fp8 = named.fp8;
   params.residual = call.keeps_residual ? &params : nullptr;
   params.o_ptr = call.q->start();  // aligned as the output will be
   for (int repeat = 0; repeat < repeats; ++repeat) {
@@ -372,7 +440,7 @@ bool run_kernel(Call& call, const Result& expected, const fad::Named& named, uns
                    seed, named.name.c_str(), kWhen[boxes], kWhen[products], sms,
                    emulator::resident_ctas);
     }
-    if (!(call.run(plan) == expected)) {
+    if (!(call.run(plan, named.fp8) == expected)) {
       std::fprintf(stderr, "seed %u, %s, boxes %s, products %s, %d SMs: different\n", seed,
                    named.name.c_str(), kWhen[boxes], kWhen[products], sms);
       call.print();
@@ -388,6 +456,9 @@ int main(int count_of_arguments, char** arguments) {
   const unsigned first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
   const int most = count_of_arguments > 3 ? std::atoi(arguments[3]) : 1 << 30;
   emulator::name_of_barrier = &fad::name_of;
+  if (!bytes_are_right()) {
+    return 1;
+  }
   std::vector<fad::Named> kernels = fad::kernels();
   std::map<std::string, int> runs;
   int different = 0;

@@ -251,6 +251,7 @@ int main(int, char** arguments) {
     params.is_seqlens_k_cumulative = true;
     params.q_ptr = params.k_ptr = params.v_ptr = params.o_ptr = start;
     params.residual = draw(0, 3) ? nullptr : start;
+    params.kv_fp8 = seed % 6 == 0;
     set_strides(params, params.seqlen_k);
     params.kv_batch = params.b;
     params.total_q = params.b * params.seqlen_q;

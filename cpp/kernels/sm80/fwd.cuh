@@ -81,7 +81,8 @@ constexpr FwdKernel fwd_entry() {
             Traits::kSharedBytes,
             &launch_scores_first<Element, kHeadDim>};
   } else if constexpr (kPath == Path::kFewRows) {
-    using Traits = FewRowsTraits<Element, kHeadDim, kBlockM, (kCovers & kPaged) != 0>;
+    using Traits =
+        FewRowsTraits<Element, kHeadDim, kBlockM, (kCovers & kPaged) != 0, (kCovers & kFp8) != 0>;
     static_assert(Traits::kWarps == kWarps, "instances.json");
     return {Family::kSm80,
             kPath,

@@ -11,7 +11,7 @@ from ..errors import ArgumentError, MissingInstanceError, UnsupportedDeviceError
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-_ROW_MULTIPLE, _ROW_BYTES = 8, 16
+_ROW_MULTIPLE = 8  # elements
 
 
 def check_kernels(
@@ -42,13 +42,14 @@ def check_combination(device: torch.device, softcap: float, dropout_p: float) ->
 
 
 def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
-    """Checks that rows of a cache start at multiples of 16 bytes: kernels load 16 at a time.
+    """Checks that rows of a cache start at multiples of what kernels load at a time.
 
     Skipped while torch.compile traces and for tensors without data: the op checks again.
     """
     if torch.compiler.is_compiling() or type(cache) not in (torch.Tensor, torch.nn.Parameter):
         return
-    rule = "expected rows that start at multiples of 16 bytes on a CUDA device"
+    row_bytes = _ROW_MULTIPLE * cache.element_size()
+    rule = f"expected rows that start at multiples of {row_bytes} bytes on a CUDA device"
     # The stride of a dimension of size 1 is never used.
     for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True):
         if size != 1 and stride % _ROW_MULTIPLE:
@@ -56,9 +57,9 @@ def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
                 f"{name}: {rule}, so strides that are multiples of {_ROW_MULTIPLE} elements, got "
                 f"strides {cache.stride()}"
             )
-    if cache.data_ptr() % _ROW_BYTES:
+    if cache.data_ptr() % row_bytes:
         raise ArgumentError(
-            f"{name}: {rule}, got a first row {cache.data_ptr() % _ROW_BYTES} bytes after a "
+            f"{name}: {rule}, got a first row {cache.data_ptr() % row_bytes} bytes after a "
             f"multiple (storage_offset {cache.storage_offset()})"
         )
 

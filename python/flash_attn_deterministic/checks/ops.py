@@ -27,6 +27,7 @@ from .tensors import (
     Names,
     check_alike,
     check_batch,
+    check_cached,
     check_cu_seqlens,
     check_device,
     check_head_dim,
@@ -39,6 +40,7 @@ from .tensors import (
     check_rank,
     check_shape,
     check_tensor,
+    is_fp8,
 )
 
 Given = dict[str, Any]
@@ -152,7 +154,10 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     check_rank(names.q, q, layout)
     check_rank(names.k, k, keys_layout)
     check_rank(names.v, v, keys_layout)
-    check_alike(q, ((names.k, k), (names.v, v)), names.q)
+    if table is not None or names is NAMES_CACHE:
+        check_cached(q, (names.k, k), (names.v, v), names.q)
+    else:
+        check_alike(q, ((names.k, k), (names.v, v)), names.q)
     if not varlen:
         check_batch(names.q, q, q.shape[0])
     check_heads(q, k, names)
@@ -255,6 +260,10 @@ def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> 
     dropout_p = numbers.as_dropout(given.get("dropout_p", 0.0))
     if "split_size" in given:
         numbers.check_multiple(given["split_size"], numbers.KEYS_PER_BLOCK)
+    if dropout_p > 0 and is_fp8(v):
+        raise UnsupportedError(
+            f"dropout_p: expected 0.0 with keys and values in {v.dtype}, got {dropout_p}"
+        )
     kernels.check_kernels(q.device, q.dtype, head_dim, direction)
     kernels.check_combination(q.device, given["softcap"], dropout_p)
 
@@ -318,6 +327,11 @@ def _new_tokens(given: Given, capacity: int) -> int:
     q, k, v = given["q"], given["k"], given["v"]
     if not _both(given, "k", "v"):
         return 0
+    if is_fp8(given["k_cache"]):
+        raise UnsupportedError(
+            f"k: expected None with a cache in {given['k_cache'].dtype}, got a tensor; write "
+            "(k / k_descale).to(k_cache.dtype) into the cache, and the same of v"
+        )
     check_rank("k", k, DENSE)
     check_rank("v", v, DENSE)
     check_alike(q, (("k", k), ("v", v)))

@@ -11,6 +11,7 @@ from .describe import type_name
 from .kernels import DTYPE_NAMES
 
 MAX_HEAD_DIM = 256
+FP8 = torch.float8_e4m3fn
 DENSE = "(batch, seqlen, nheads, head_dim)"
 VARLEN = "(total tokens, nheads, head_dim)"
 PAGED = "(num_blocks, page_block_size, nheads_k, head_dim)"
@@ -100,6 +101,25 @@ def check_alike(
             f"{name_q}: expected a tensor on the CPU or on a CUDA device, got one on {q.device}"
         )
     for name, tensor in others:
+        check_device(name, tensor, q.device, name_q)
+
+
+def is_fp8(tensor: torch.Tensor) -> bool:
+    """Returns whether a cache is kept in 8 bits."""
+    return tensor.dtype == FP8
+
+
+def check_cached(
+    q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str = "q"
+) -> None:
+    """Checks dtypes and devices of a cache: both parts like q, or both in 8 bits."""
+    if not is_fp8(k[1]):
+        check_alike(q, (k, v), name_q)
+        return
+    check_alike(q, (), name_q)
+    if not is_fp8(v[1]):
+        raise DtypeError(f"{v[0]}: expected {FP8}, the dtype of {k[0]}, got {v[1].dtype}")
+    for name, tensor in (k, v):
         check_device(name, tensor, q.device, name_q)
 
 

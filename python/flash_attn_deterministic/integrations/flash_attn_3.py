@@ -106,8 +106,8 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | None = None,
     rotary_seqlens: None = None,
     q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
@@ -124,7 +124,8 @@ def flash_attn_with_kvcache(
 
     Packed queries take a page_table and cache_seqlens (batch,), and append nothing.
     """
-    _check(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _check(qv=qv, q_descale=q_descale)
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
     _check(attention_chunk=attention_chunk, cu_seqlens_k_new=cu_seqlens_k_new)
     _check(rotary_seqlens=rotary_seqlens)
     if cu_seqlens_q is None:
@@ -133,7 +134,7 @@ def flash_attn_with_kvcache(
         scores = softmax_scale, causal, window_size, softcap, rotary_interleaved
         rest = None, 0, return_softmax_lse
         result: _Result = _ours.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, *rotary, *cache, *scores, *rest
+            q, k_cache, v_cache, k, v, *rotary, *cache, *scores, *rest, **descales
         )
         return result
     _check(k=k, v=v, rotary_cos=rotary_cos, cache_batch_idx=cache_batch_idx)
@@ -152,7 +153,7 @@ def flash_attn_with_kvcache(
     scores_ = 0.0, softmax_scale, causal, window_size, softcap
     rest_ = None, None, return_softmax_lse, page_table
     arguments = q, k_cache, v_cache, *lengths, *scores_, *rest_
-    return _two(_ours.flash_attn_varlen_func(*arguments, seqused_k=cache_seqlens))
+    return _two(_ours.flash_attn_varlen_func(*arguments, seqused_k=cache_seqlens, **descales))
 
 
 def _two(result: Any) -> _Result:

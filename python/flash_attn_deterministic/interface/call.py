@@ -17,6 +17,7 @@ from ..ops.autograd import run
 from ..private import C
 from ..schemas import WITHOUT_BACKWARD, argument_names, forward_call, parts_of
 from ..types import Call, Inputs, Lengths, Options
+from .descale import Descale, check_descales, scaled
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
@@ -75,6 +76,7 @@ def attend(
     return_attn_probs: Any,
     learnable_sink: torch.Tensor | None = None,
     return_max_logits: Any = False,
+    descales: tuple[Descale, Descale] = (None, None),
 ) -> Any:
     """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
@@ -88,6 +90,12 @@ def attend(
         with_max = numbers.as_flag("return_max_logits", return_max_logits)
     prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max)
     inputs, lengths, head_dim, options, call = prepared
+    k_descale, v_descale = descales
+    nheads_k, starts = 0, None
+    if k_descale is not None or v_descale is not None:
+        check_descales(call, k_descale, v_descale)
+        nheads_k, starts = inputs[1].shape[-2], call[1][3]
+        call = call[0], (scaled(call[1][0], k_descale, nheads_k, starts), *call[1][1:])
     try:
         head_dim_v = inputs[-1].shape[-1]
     except (AttributeError, IndexError, RuntimeError):
@@ -99,6 +107,8 @@ def attend(
     out: torch.Tensor = results[0]
     if head_dim_v % 8:
         out = out[..., :head_dim_v]
+    if v_descale is not None:
+        out = scaled(out, v_descale, nheads_k, starts)
     if not with_probs:
         return (out, max_logits(results[2], lengths)) if with_max else out
     softmax_lse = results[1]

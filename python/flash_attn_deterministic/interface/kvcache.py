@@ -14,6 +14,7 @@ from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
 from .call import WithLse, as_sink, completed, resolve_options, typed
+from .descale import check_descales, scaled
 
 
 @typed
@@ -40,6 +41,8 @@ def flash_attn_with_kvcache(
     *,
     split_size: int | None = None,
     learnable_sink: torch.Tensor | None = None,
+    k_descale: float | torch.Tensor | None = None,
+    v_descale: float | torch.Tensor | None = None,
 ) -> torch.Tensor | WithLse:
     """Appends k and v to a cache, in place, and computes attention over the cache.
 
@@ -66,6 +69,9 @@ def flash_attn_with_kvcache(
             page_block_size is a multiple of 16. nheads is a multiple of nheads_k. batch_cache may
             be more than batch. On a CUDA device, if head_dim is a multiple of 8, rows start at
             multiples of 16 bytes: strides of dimensions larger than 1 are multiples of 8 elements.
+            It may be float8_e4m3fn instead, for any float16 or bfloat16 q, rows then at multiples
+            of 8 bytes: the bits are those of the call on k_cache.to(q.dtype) and
+            v_cache.to(q.dtype), which holds the same numbers. Nothing can be appended then.
         v_cache: like k_cache; its head_dim_v may be another one, as in `flash_attn_func`. Where it
             is padded, the cache is copied at each call.
         k: (batch, seqlen_new, nheads_k, head_dim), like q: written to k_cache at cache_seqlens;
@@ -94,6 +100,11 @@ def flash_attn_with_kvcache(
             split_size.
         return_softmax_lse: whether to return softmax_lse too.
         learnable_sink: (nheads,), as in `flash_attn_func`.
+        k_descale: (batch, nheads_k), (nheads_k,) or (), float32, or a number: what keys in a cache
+            in float8_e4m3fn are to be multiplied by. q is multiplied instead, in float32, and
+            rounded to its dtype. One number for all can be a factor of softmax_scale, where it
+            rounds nothing. None: 1.
+        v_descale: like k_descale, of values: out is multiplied, in float32, and rounded again.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_softmax_lse the tuple of
@@ -116,6 +127,10 @@ def flash_attn_with_kvcache(
     new = q, k_cache, v_cache, k, v
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
     head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes, learnable_sink)
+    if k_descale is not None or v_descale is not None:
+        check_descales(call, k_descale, v_descale)
+        with torch.no_grad():
+            call = call[0], (scaled(call[1][0], k_descale, k_cache.shape[2]), *call[1][1:])
     try:
         head_dim_v = v_cache.shape[-1]
     except (AttributeError, IndexError, RuntimeError):
@@ -138,6 +153,8 @@ def flash_attn_with_kvcache(
         # A backward that saved the cache has to detect the change.
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)
+    if v_descale is not None:
+        out = scaled(out, v_descale, v_cache.shape[2])
     return (out, softmax_lse) if with_lse else out
 
 

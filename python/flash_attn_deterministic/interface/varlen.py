@@ -35,6 +35,8 @@ def flash_attn_varlen_func(
     split_size: int | None = None,
     learnable_sink: torch.Tensor | None = None,
     return_max_logits: bool = False,
+    k_descale: float | torch.Tensor | None = None,
+    v_descale: float | torch.Tensor | None = None,
 ) -> torch.Tensor | WithMax | WithProbs | WithProbsAndMax:
     """Computes attention for each sequence of a batch, as `flash_attn_func` does for one alone.
 
@@ -59,7 +61,8 @@ def flash_attn_varlen_func(
             is the number of queries of all sequences. head_dim is 1 to 256.
         k: (total_k, nheads_k, head_dim), like q; with block_table (num_blocks, page_block_size,
             nheads_k, head_dim), where page_block_size is a multiple of 16. nheads is a multiple of
-            nheads_k: query head h uses key and value head h // (nheads / nheads_k).
+            nheads_k: query head h uses key and value head h // (nheads / nheads_k). With
+            block_table it may be float8_e4m3fn, as k_cache of `flash_attn_with_kvcache`.
         v: like k; its head_dim_v may be another one, as in `flash_attn_func`.
         cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total, which
             may be less than total_q.
@@ -77,6 +80,8 @@ def flash_attn_varlen_func(
         split_size: as in `flash_attn_func`; so are the arguments after it.
         learnable_sink: see split_size.
         return_max_logits: see split_size; the rows of all sequences count, and no other.
+        k_descale: of keys in float8_e4m3fn, as in `flash_attn_with_kvcache`.
+        v_descale: the same of values.
 
     Returns:
         out (total_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of out,
@@ -95,7 +100,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    others = return_attn_probs, learnable_sink, return_max_logits
+    descales = k_descale, v_descale
+    others = return_attn_probs, learnable_sink, return_max_logits, descales
     results: torch.Tensor | WithMax | WithProbs | WithProbsAndMax = attend(
         (q, k, v), lengths, options, alibi_slopes, *others
     )

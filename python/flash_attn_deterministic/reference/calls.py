@@ -89,7 +89,8 @@ def varlen_attention(
 
     Arguments are those of `flash_attn_varlen_func` and of `attention`. max_seqlen_q and
     max_seqlen_k have no effect: every sequence is computed to its end. Lengths are not checked. A
-    sequence's dropout mask depends on its index in the batch.
+    sequence's dropout mask depends on its index in the batch. Pages in float8_e4m3fn are converted
+    to q's dtype, which changes no number.
 
     Returns:
         out (total_q, nheads, head_dim) and softmax_lse (nheads, total_q), otherwise as in
@@ -106,7 +107,7 @@ def varlen_attention(
             tokens = slice(first + skipped[sequence], first + ends[sequence])
             return k[tokens], v[tokens]
         index = places(block_table[sequence], 0, ends[sequence], k.shape[1])
-        return k[index], v[index]
+        return k[index].to(q.dtype), v[index].to(q.dtype)
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     softmax_lse = q.new_full((q.shape[1], q.shape[0]), float("inf"), dtype=walk.dtype)
@@ -143,10 +144,10 @@ def kvcache_attention(
     """Appends k and v to the caches in place, and computes attention over the caches.
 
     Arguments are those of `flash_attn_with_kvcache` and of `attention`; lengths, rows and pages are
-    not checked. New key j of sequence b is written to, and rotated at, position cache_seqlens[b] +
-    j. Query i is rotated at cache_seqlens[b] + i with causal or a window, otherwise at
-    cache_seqlens[b]. Position 0 of splits and masks is the first token after cache_leftpad; for
-    rotary that counts.
+    not checked. Caches in float8_e4m3fn are converted to q's dtype, which changes no number. New
+    key j of sequence b is written to, and rotated at, position cache_seqlens[b] + j. Query i is
+    rotated at cache_seqlens[b] + i with causal or a window, otherwise at cache_seqlens[b]. Position
+    0 of splits and masks is the first token after cache_leftpad; for rotary that counts.
     """
     walk = Walk.of(q, **options)
     batch_size, seqlen_q = q.shape[:2]
@@ -176,7 +177,7 @@ def kvcache_attention(
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         index = places(homes[sequence], skipped[sequence], ends[sequence], k_cache.shape[1])
-        return k_cache[index], v_cache[index]
+        return k_cache[index].to(q.dtype), v_cache[index].to(q.dtype)
 
     def rows(sequence: int) -> tuple[torch.Tensor]:
         return (turned(q, sequence, walk.window.is_local),)

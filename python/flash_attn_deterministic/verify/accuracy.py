@@ -36,6 +36,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "cache": {"room": 40},
     "cache-places": {"room": 70, "leftpad": 21, "reordered": True},
     "pages": {"page_size": 16},
+    "pages-fp8": {"page_size": 32, "fp8": True},
     "append": {"room": 40, "new": 5},
     "append-pages": {"page_size": 16, "new": 5, "rotary": True},
     "append-halves": {"room": 40, "new": 5, "rotary": False},

@@ -16,7 +16,7 @@ from flash_attn_deterministic.integrations import flash_attn_3
 
 ours: Any = package
 theirs: Any = flash_attn_3
-
+FP8 = torch.float8_e4m3fn
 
 Q = normal(2, 20, 4, 32, seed=0)
 K, V = (normal(2, 20, 2, 32, seed=seed) for seed in (1, 2))
@@ -67,6 +67,12 @@ def test_cache_with_and_without_packed_queries() -> None:
     )
     assert bits_equal(out, torch.cat([whole[0, 19:], whole[1, 17:]]))
     assert lse.shape == (4, 4)
+    options |= {"k_descale": torch.tensor([2.0, 0.5]), "v_descale": torch.ones(2)}
+    out = theirs.flash_attn_with_kvcache(q, *(c.to(FP8) for c in (k_cache, v_cache)), **options)
+    scales = torch.tensor([2.0, 2.0, 0.5, 0.5], dtype=q.dtype)[:, None]
+    del options["k_descale"], options["v_descale"]
+    converted = (cache.to(FP8).to(q.dtype) for cache in (k_cache, v_cache))
+    assert bits_equal(out, theirs.flash_attn_with_kvcache(q * scales, *converted, **options))
 
 
 def test_what_is_not_supported_is_refused() -> None:

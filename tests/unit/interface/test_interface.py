@@ -87,8 +87,9 @@ OURS = {
     "flash_attn_func": ["split_size", "learnable_sink", "return_max_logits"],
     "flash_attn_varlen_func": [
         *("seqused_k", "leftpad_k", "split_size", "learnable_sink", "return_max_logits"),
+        *("k_descale", "v_descale"),
     ],
-    "flash_attn_with_kvcache": ["split_size", "learnable_sink"],
+    "flash_attn_with_kvcache": ["split_size", "learnable_sink", "k_descale", "v_descale"],
 }
 
 

@@ -236,10 +236,13 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   const int items = 2 * max(rows.n_max - rows.n_min, 0);
 
   const int head_k = rows.bidh / params.h_h_k_ratio;
-  const KvHead keys = kv_head(params, info, rows.bidb, head_k, params.k_ptr, params.k_batch_stride,
-                              params.k_row_stride, params.k_head_stride);
-  const KvHead values = kv_head(params, info, rows.bidb, head_k, params.v_ptr,
-                                params.v_batch_stride, params.v_row_stride, params.v_head_stride);
+  constexpr int kElementBytes = Traits::kFp8 ? 1 : 2;
+  const KvHead keys =
+      kv_head<kElementBytes>(params, info, rows.bidb, head_k, params.k_ptr, params.k_batch_stride,
+                             params.k_row_stride, params.k_head_stride);
+  const KvHead values =
+      kv_head<kElementBytes>(params, info, rows.bidb, head_k, params.v_ptr, params.v_batch_stride,
+                             params.v_row_stride, params.v_head_stride);
   // Item 2 n is block n of keys, item 2 n + 1 of values; they go around through the slots.
   const auto slot_of = [&](int item) { return smem + item % Traits::kSlots * Traits::kSlotBytes; };
   SplitPages<Traits> pages(params, rows);
@@ -249,6 +252,12 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
       const int first_key = key_of(item);
       copy_block<Traits>(is_values ? values : keys, pages.of(item / 2), first_key,
                          rows.seqlen_k - first_key, params.d, slot_of(item));
+    }
+  };
+  // Once this thread's copy has ended, and before others read it.
+  const auto end_copy = [&](int item) {
+    if (Traits::kFp8 && item < items) {
+      widen_block<Traits>(slot_of(item));
     }
   };
   char* const q_slot = slot_of(Traits::kSlots - 1);  // nothing else comes there before the loop
@@ -283,6 +292,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     }
   };
   cute::cp_async_wait<Traits::kSlots - 2>();
+  end_copy(0);
   __syncthreads();
   load_queries<Traits::kHeadDim>(q_slot, warp_row<Traits>(), q);
   if (Traits::kLoadsAhead) {
@@ -314,6 +324,8 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     }
     write_probs<Traits>(scores, params.scale_softmax_log2, new_max, state, probs, probs16);
     cute::cp_async_wait<Traits::kSlots - 2 - Traits::kFillsApart>();
+    end_copy(item + 1);
+    end_copy(item + 2);
     __syncthreads();  // probabilities, values and the next keys are complete
 
     // After the last block there are no keys, and the products with them are not used.

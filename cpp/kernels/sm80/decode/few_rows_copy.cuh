@@ -6,6 +6,7 @@
 #include "kernel_traits.h"  // upstream; its other headers lean on this one
 
 #include "few_rows_traits.h"
+#include "fp8.h"
 #include "sm80/kv_rows.h"
 #include "sm80/row_group.cuh"
 
@@ -29,14 +30,15 @@ struct PageTable {
   }
 };
 
-template <typename Info>
+template <int kElementBytes = 2, typename Info>
 __device__ __forceinline__ KvHead kv_head(const FwdParams& params, const Info& info, int bidb,
                                           int head, void* data, int64_t batch_stride,
                                           int64_t row_stride, int64_t head_stride) {
   using Layout = KvRows</*kIndirect=*/true>;
   const int64_t first =
       Layout::offset(params, info, batch_stride, row_stride, bidb) + head * head_stride;
-  return {static_cast<const char*>(data) + 2 * first, 2 * row_stride, 2 * batch_stride};
+  return {static_cast<const char*>(data) + kElementBytes * first, kElementBytes * row_stride,
+          kElementBytes * batch_stride};
 }
 
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
@@ -69,8 +71,9 @@ struct SplitPages {
   int2 even, odd;  // the last two lookups
 
   __device__ __forceinline__ SplitPages(const FwdParams& params, const RowGroup& rows)
-      : table{Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride
-                             : nullptr,
+      : table{Traits::kPaged && (!Traits::kFp8 || params.block_table != nullptr)
+                  ? params.block_table + rows.bidb * params.block_table_batch_stride
+                  : nullptr,
               params.page_block_size},
         n_min(rows.n_min),
         n_max(rows.n_max),
@@ -98,8 +101,38 @@ struct SplitPages {
     const int lane = threadIdx.x % 32;
     const int n_block = n_max - 1 - which * kBlocks - lane / kLanes;
     const int key = n_block * Traits::kKeys + lane % kLanes * 16;
+    if (Traits::kFp8 && table.pages == nullptr) {
+      return make_int2(0, key);
+    }
     return Traits::kPaged && n_block >= n_min && key < seqlen_k ? table.find(key) : make_int2(0, 0);
   }
+};
+
+// The row of a block from which on a thread copies every kRowsAtOnce-th, its chunk of 8 columns,
+// and whether there is a row for it.
+template <typename Traits>
+struct CopiedRows {
+  int first = threadIdx.x / Traits::kChunks;
+  int chunk = threadIdx.x % Traits::kChunks;
+
+  __device__ __forceinline__ bool has(int row) const {
+    return (Traits::kThreads % Traits::kChunks == 0 || first < Traits::kRowsAtOnce) &&
+           (Traits::kKeys % Traits::kRowsAtOnce == 0 || row < Traits::kKeys);
+  }
+};
+
+template <bool kFp8>
+struct ChunkCopy {
+  using Chunk = cute::uint128_t;
+  using Whole = cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>;
+  using OrZeros = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>;
+};
+
+template <>
+struct ChunkCopy<true> {
+  using Chunk = uint64_t;
+  using Whole = cute::SM80_CP_ASYNC_CACHEALWAYS<Chunk>;
+  using OrZeros = cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<Chunk>;
 };
 
 // Starts the copy of a block of keys or values; rows from `rows` on and columns from d on are
@@ -107,14 +140,12 @@ struct SplitPages {
 template <typename Traits>
 __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages& pages,
                                            int first_key, int rows, int d, char* slot) {
-  using Chunk = cute::uint128_t;
+  using Copy = ChunkCopy<Traits::kFp8>;
+  using Chunk = typename Copy::Chunk;
   constexpr int kRowsAtOnce = Traits::kRowsAtOnce;
-  const int first_row = threadIdx.x / Traits::kChunks;
-  const int chunk = threadIdx.x % Traits::kChunks;
-  const auto is_mine = [&](int row) {
-    return (Traits::kThreads % Traits::kChunks == 0 || first_row < kRowsAtOnce) &&
-           (Traits::kKeys % kRowsAtOnce == 0 || row < Traits::kKeys);
-  };
+  const CopiedRows<Traits> mine;
+  const int first_row = mine.first;
+  const int chunk = mine.chunk;
   // Of the first row, or of the 16 rows that this lane looked up.
   const char* source =
       Traits::kPaged ? from.data + pages.place.x * from.page_bytes + pages.place.y * from.row_bytes
@@ -136,8 +167,8 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages&
 #pragma unroll
     for (int row = first_row; row < first_row + Traits::kKeys; row += kRowsAtOnce) {
       const Chunk* const piece = next_source(row);
-      if (is_mine(row)) {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(*piece, to(row));
+      if (mine.has(row)) {
+        Copy::Whole::copy(*piece, to(row));
       }
     }
     return;
@@ -145,10 +176,27 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages&
 #pragma unroll 1
   for (int row = first_row; row < first_row + Traits::kKeys; row += kRowsAtOnce) {
     const Chunk* const piece = next_source(row);
-    if (is_mine(row)) {
+    if (mine.has(row)) {
       const bool inside = row < rows && chunk * 8 < d;
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
-          inside ? *piece : *reinterpret_cast<const Chunk*>(from.data), to(row), inside);
+      Copy::OrZeros::copy(inside ? *piece : *reinterpret_cast<const Chunk*>(from.data), to(row),
+                          inside);
+    }
+  }
+}
+
+// Turns what this thread has copied into Element, where it lies.
+template <typename Traits>
+__device__ __forceinline__ void widen_block(char* slot) {
+  using Element = typename Traits::Element;
+  const CopiedRows<Traits> mine;
+#pragma unroll
+  for (int row = mine.first; row < mine.first + Traits::kKeys; row += Traits::kRowsAtOnce) {
+    if (mine.has(row)) {
+      char* const chunk = slot + slot_offset<Traits::kHeadDim>(row, mine.chunk);
+      const uint2 eight = *reinterpret_cast<const uint2*>(chunk);
+      const uint2 first = widened<Element>(eight.x);
+      const uint2 last = widened<Element>(eight.y);
+      *reinterpret_cast<uint4*>(chunk) = make_uint4(first.x, first.y, last.x, last.y);
     }
   }
 }

@@ -7,11 +7,13 @@
 
 namespace fad {
 
-template <typename Element_, int kHeadDim_, int kRows_, bool kPaged_>
+// kFp8: keys and values are e4m3; pages then need not be there (kPaged says that they may).
+template <typename Element_, int kHeadDim_, int kRows_, bool kPaged_, bool kFp8_ = false>
 struct FewRowsTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kPaged = kPaged_;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kRows = kRows_;
   static constexpr int kKeys = kKeysPerBlock;
   static constexpr int kWarps = kRows > 16 || kHeadDim % 64 == 0 ? 8 : 4;
@@ -23,7 +25,8 @@ struct FewRowsTraits {
   // With 16 rows, a warp's keys and values of a block fit its registers: they are loaded before the
   // first product. With more, they are loaded as products need them.
   static constexpr bool kLoadsAhead = kRows == 16;
-  // Copies: 16 bytes to a thread, so many rows at a time.
+  // Copies: 8 elements to a thread, so many rows at a time. Those in e4m3 come to the first half
+  // of where the thread then puts them as Element.
   static constexpr int kChunks = kHeadDim / 8;
   static constexpr int kRowsAtOnce = kThreads / kChunks;
   // Shared memory: slots, for blocks of keys and of values in turn; probabilities, as fp32 to be

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...checks.tensors import FP8
 from .. import exact
 from .call import Call, Tensors, cumulative, garbage, int32, named_gradients, part
 
@@ -118,15 +119,24 @@ def cached(
     reordered: bool = False,
     new: int = 0,
     rotary: Rotary | None = None,
+    fp8: bool = False,
 ) -> Parts:
     """Runs the first keys of each sequence by flash_attn_with_kvcache.
 
     `room`: keys that the cache has room for; `leftpad`: where the last sequence begins in it;
     `reordered`: sequences lie in another order, in more places; `new`: how many of the keys the
     call appends. Parts then have `k_cache` and `v_cache`, the keys and values of the sequence as
-    the call leaves them, and calls whose new keys and queries are rotated.
+    the call leaves them, and calls whose new keys and queries are rotated. `fp8`: the cache is in
+    8 bits, with a scale of each head, and calls have keys and values that it holds.
     """
     device, batch = call.q.device, len(lengths)
+    scales = _scales(call)
+    if fp8:
+        k, v = (
+            (t / scale).to(FP8).to(t.dtype) * scale
+            for t, scale in zip((call.k, call.v), scales, strict=True)
+        )
+        call = replace(call, k=k, v=v)
     ones = alone(call, [call.q.shape[1]] * batch, lengths)
     used = [length - new for length in lengths]
     arguments: dict[str, Any] = {}
@@ -154,6 +164,13 @@ def cached(
             names = ("rotary_cos", "rotary_sin", "rotary_interleaved")
             arguments |= dict(zip(names, rotary, strict=True))
             ones = [_rotated(one, rotary, new) for one in ones]
+    if fp8:
+        arguments |= {
+            f"{n}_descale": s.flatten().float() for n, s in zip("kv", scales, strict=True)
+        }
+        k_cache, v_cache = (
+            (t / scale).to(FP8) for t, scale in zip((k_cache, v_cache), scales, strict=True)
+        )
     results = call.cached(k_cache, v_cache, **arguments)
     parts: Parts = []
     for index, (one, length) in enumerate(zip(ones, lengths, strict=True)):
@@ -167,6 +184,12 @@ def cached(
                 own[name] = whole[None, :length]
         parts.append((one, own))
     return parts
+
+
+def _scales(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scales of keys and of values, by head; products with powers of two are exact."""
+    head = torch.arange(call.k.shape[2], device=call.k.device)[:, None]
+    return (2.0 ** (head % 3 - 1)).to(call.k), (2.0 ** (1 - head % 4)).to(call.v)
 
 
 def pages(

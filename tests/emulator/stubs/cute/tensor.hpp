@@ -13,15 +13,22 @@ struct uint128_t {
 
 template <typename Chunk>
 struct SM80_CP_ASYNC_CACHEGLOBAL {
-  static void copy(const Chunk& from, Chunk& to) { emulator::start_copy(&from, &to, true); }
+  static void copy(const Chunk& from, Chunk& to) {
+    emulator::start_copy(&from, &to, true, sizeof(Chunk));
+  }
 };
 
 template <typename Chunk>
 struct SM80_CP_ASYNC_CACHEGLOBAL_ZFILL {
   static void copy(const Chunk& from, Chunk& to, bool inside) {
-    emulator::start_copy(&from, &to, inside);
+    emulator::start_copy(&from, &to, inside, sizeof(Chunk));
   }
 };
+
+template <typename Chunk>
+using SM80_CP_ASYNC_CACHEALWAYS = SM80_CP_ASYNC_CACHEGLOBAL<Chunk>;
+template <typename Chunk>
+using SM80_CP_ASYNC_CACHEALWAYS_ZFILL = SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>;
 
 inline void cp_async_fence() { emulator::close_group(); }
 
