@@ -156,7 +156,8 @@ def dropout(change: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor])
         if not a["dropout_p"]:
             return result
         out, *rest = result
-        whole = function(**{**a, "dropout_p": 0.0, "return_attn_probs": False})
+        plain = {"dropout_p": 0.0, "return_attn_probs": False, "return_max_logits": False}
+        whole = function(**{**a, **plain})
         return (change(out, whole, 1.0 - a["dropout_p"]), *rest)
 
     return returned(wrong, "dense", "varlen")
@@ -254,6 +255,17 @@ def lse(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Atten
         return (result[0], change(result[1], a), *result[2:])
 
     return returned(wrong, *FUNCTIONS)
+
+
+def max_logits(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Attention:
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        return (*result[:-1], change(result[-1], a)) if a["return_max_logits"] else result
+
+    return returned(wrong, "dense")
+
+
+def with_sink(logits: torch.Tensor, a: dict[str, Any]) -> torch.Tensor:
+    return torch.maximum(logits, logits.amax() + a["learnable_sink"].abs())
 
 
 def dlse(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
@@ -361,6 +373,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault("sink: negated", sinks(torch.neg), SINK),
     Fault("sink: of the next head", sinks(lambda t: t.roll(1)), SINK),
     Fault("sink: scaled as scores are", asked(scaled_sinks), SINK),
+    Fault("max_logits: unscaled", max_logits(lambda t, a: t / default_scale(a)),
+          ("full", "window"), ("dense",), ("max_logits",)),
+    Fault("max_logits: of the next head", max_logits(lambda t, a: t.roll(1)),
+          ("full", "window"), ("dense",), ("max_logits",)),
+    Fault("max_logits: with the sink", max_logits(with_sink),
+          SINK, ("dense",), ("max_logits",)),
     *(Fault(f"dsink: {name}", gradient("learnable_sink", change), SINK, ("dense",), ("dsink",))
       for name, change in list(CHANGES.items())[:3]),
     # dropout

@@ -172,6 +172,8 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
         return
     if call.sinks is not None and case.backward and case.form == "dense" and not call.dropout:
         yield "backward", "dsink", _sink(call), None
+    if case.form == "dense" and case.name == case.feature:
+        yield "forward", "max_logits", _max_logits(call), None
     torchs: Tensors = {}
     plain = case.form == "dense" and case.feature in ("full", "causal")
     if call.q.is_cuda and plain and not (case.narrow or case.dlse):
@@ -239,6 +241,17 @@ def _sink(call: Call) -> Error:
     unit = torch.finfo(call.q.dtype).eps + call.options.get("softcap", 0.0) * 2 * bounds.TANH
     spread = (probability[..., None] * products).square().sum((0, 1, 3)).sqrt()
     return bounds.error(gap, bounds.SIGMAS * unit * spread + 1e-5)
+
+
+def _max_logits(call: Call) -> Error:
+    """Compares the largest score of each head."""
+    with torch.no_grad():
+        _, found = call.attention.dense(
+            call.q, call.k, call.v, return_max_logits=True, **call.keywords
+        )
+    truth = Definition(**call.keywords)
+    gap = found.double() - truth.max_logits(call.q, call.k)
+    return bounds.error(gap, torch.full_like(gap, bounds.LSE + truth.softcap * bounds.TANH))
 
 
 def _torchs(call: Call, backward: bool) -> Tensors:

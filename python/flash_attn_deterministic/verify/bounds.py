@@ -18,7 +18,7 @@ from .exact import Definition, Exact, Triple
 if TYPE_CHECKING:
     from .contract.call import Call, Tensors
 
-_LSE = 5e-4  # of sums in fp32
+LSE = 5e-4  # of sums in fp32, and of scores
 _SMALLEST = 1e-5  # an error of this size says nothing
 TANH = 2.0**-10
 _PLAIN = 2.0  # times the largest error of plain torch in the same dtype
@@ -46,7 +46,7 @@ def forward(found: Tensors, exact: Exact, dtype: torch.dtype, softcap: float) ->
     lse_gap = lse.double().masked_fill(same, 0.0) - exact.softmax_lse.masked_fill(same, 0.0)
     return {
         "out": error(out.double() - exact.out, bound),
-        "softmax_lse": error(lse_gap, torch.full_like(lse_gap, _LSE + softcap * TANH)),
+        "softmax_lse": error(lse_gap, torch.full_like(lse_gap, LSE + softcap * TANH)),
     }
 
 
