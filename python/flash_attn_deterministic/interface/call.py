@@ -11,6 +11,7 @@ import torch
 
 from ..checks import numbers
 from ..checks.ops import validate
+from ..checks.tensors import FP8
 from ..errors import UnsupportedError
 from ..mode import Mode, mode_of_call, resolve, resolve_deterministic
 from ..ops.autograd import run
@@ -191,7 +192,10 @@ def completed(call: Call, pads: bool) -> Call:
 
 
 def autocast(inputs: Inputs) -> Inputs:
-    """Casts tensors as autocast does for scaled_dot_product_attention, if one is float32."""
+    """Casts tensors as autocast does for scaled_dot_product_attention, if one is float32.
+
+    Pages in 8 bits stay what they are: scales are for them, and a cast would copy all of them.
+    """
     tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
     kind = tensors[0].device.type if tensors else "meta"
     enabled = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
@@ -199,7 +203,7 @@ def autocast(inputs: Inputs) -> Inputs:
         return inputs
     dtype = torch.get_autocast_dtype(kind)
     return tuple(  # type: ignore[return-value]
-        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype != torch.float64 else x
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype not in (torch.float64, FP8) else x
         for x in inputs
     )
 

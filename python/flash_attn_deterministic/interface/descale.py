@@ -43,7 +43,9 @@ def _check(name: str, descale: Any, cache: torch.Tensor, shape: tuple[int, int])
             f"for those in {FP8}"
         )
     if not isinstance(descale, torch.Tensor):
-        as_float(name, descale, "a float, a torch.Tensor or None")
+        number = as_float(name, descale, "a float, a torch.Tensor or None")
+        if not abs(number) <= torch.finfo(torch.float32).max:  # NaN too
+            raise ArgumentError(f"{name}: expected a finite number of float32, got {number}")
         return
     check_tensor(name, descale)
     if descale.dtype != torch.float32:
@@ -77,11 +79,13 @@ def scaled(
     if descale is None:
         return rows
     if not isinstance(descale, torch.Tensor):
-        descale = torch.full((), as_float("descale", descale), device=rows.device)
+        number = as_float("descale", descale)
+        descale = torch.full((), number, dtype=torch.float32, device=rows.device)
     if descale.dim() == 2 and descale.stride(0) == 0:
         descale = descale[0]  # one for all sequences, expanded
-    # A tensor of at least one dimension: the product is float32 then.
-    each = descale.expand(*descale.shape[:-1], nheads_k)
+    # A tensor of at least one dimension: the product is float32 then. No call on a cache has a
+    # gradient; torch.compile reads no stride of what is detached, so it comes last.
+    each = descale.detach().expand(*descale.shape[:-1], nheads_k)
     each = each.repeat_interleave(rows.shape[-2] // nheads_k, -1)
     if each.dim() == 2 and cu_seqlens_q is None:
         each = each[:, None]

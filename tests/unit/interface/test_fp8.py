@@ -108,6 +108,36 @@ def test_scales_multiply_q_and_out(make: Any, shape: str) -> None:
     assert bits_equal(found, expected)
 
 
+@CACHES
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_numbers_are_float32_whatever_the_default_dtype(make: Any, default: torch.dtype) -> None:
+    call = with_cache(make, torch.bfloat16)
+    expected = call(k_descale=torch.tensor(0.37), v_descale=torch.tensor(0.37))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = call(k_descale=0.37, v_descale=0.37)
+    finally:
+        torch.set_default_dtype(before)
+    assert bits_equal(found, expected)
+
+
+@CACHES
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_scales_get_no_gradient(make: Any, name: str) -> None:
+    call = with_cache(make, torch.bfloat16)
+    assert not call(**{name: torch.ones(NHEADS_K, requires_grad=True)}).requires_grad
+
+
+def test_autocast_leaves_pages_and_their_scales() -> None:
+    call = with_cache(paged_call, torch.bfloat16)
+    scales = {"k_descale": 0.37, "v_descale": torch.tensor([1.5, 0.3])}
+    expected = call(**scales)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(q=call.arguments["q"].float(), **scales)
+    assert bits_equal(found, expected)
+
+
 def test_explain_takes_caches_in_8_bits_and_checks_scales() -> None:
     call = with_cache(kvcache_call, torch.bfloat16)
     assert explain(call.function, **call.arguments, k_descale=2.0) == explain(
@@ -134,6 +164,9 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
         *(DtypeError, "v_descale: expected dtype torch.float32, got torch.float64"),
     ),
     "scale's type": ({"v_descale": "1"}, ArgumentTypeError, "v_descale: expected a float, a torch"),
+    "too large": ({"k_descale": 1e39}, ArgumentError, "k_descale: expected a finite number of"),
+    "an int too large": ({"v_descale": 10**400}, ArgumentError, "v_descale: expected a finite"),
+    "no number": ({"k_descale": float("nan")}, ArgumentError, "k_descale: expected a finite"),
 }
 
 
