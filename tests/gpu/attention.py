@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic import interface
 from flash_attn_deterministic.checks.kernels import instance_problem
 from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
 from flash_attn_deterministic.verify.contract.call import DTYPES as DTYPES
 from flash_attn_deterministic.verify.shared.bits import bits as bits
 from flash_attn_deterministic.verify.shared.bits import difference
 
+# Any: the type checker can't match unpacked arguments.
+flash_attn_func: Any = interface.flash_attn_func
+flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
+flash_attn_with_kvcache: Any = interface.flash_attn_with_kvcache
 # Of `device_override`: families and paths, which a call takes where they have a kernel for it.
 SCHEDULES = (
     *("family=sm80", "family=sm80,path=parts", "family=sm90,path=one_cta"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import deterministic_mode, interface
+from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -19,6 +19,8 @@ from tests.gpu.attention import (
     DTYPES,
     SCHEDULES,
     assert_same,
+    flash_attn_func,
+    flash_attn_varlen_func,
     make_qkv,
     pairwise,
     skip_unless_built,
@@ -26,9 +28,6 @@ from tests.gpu.attention import (
 
 pytestmark = pytest.mark.gpu
 
-# Any: the type checker can't match unpacked arguments.
-flash_attn_func: Any = interface.flash_attn_func
-flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
 SCALE = 0.125
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import deterministic_mode, interface
+from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     DTYPES,
     SCHEDULES,
     assert_same,
+    flash_attn_func,
+    flash_attn_varlen_func,
     make_qkv,
     pairwise,
     skip_unless_built,
@@ -26,9 +28,6 @@ from tests.gpu.attention import (
 
 pytestmark = pytest.mark.gpu
 
-# Any: the type checker can't match unpacked arguments.
-flash_attn_func: Any = interface.flash_attn_func
-flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv", "dsink")
 CONFIGS = pairwise(
     head_dim=(32, 64, 72, 96, 128, 192, 256),

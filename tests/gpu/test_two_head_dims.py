@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import explain, interface
+from flash_attn_deterministic import explain
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     DTYPES,
     SCHEDULES,
     assert_same,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     make_qkv,
     pairwise,
     skip_unless_built,
@@ -20,10 +23,6 @@ from tests.gpu.attention import (
 
 pytestmark = pytest.mark.gpu
 
-# Any: the type checker can't match unpacked arguments.
-flash_attn_func: Any = interface.flash_attn_func
-flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
-flash_attn_with_kvcache: Any = interface.flash_attn_with_kvcache
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
 PAIRS = ((192, 128), (184, 100), (192, 64), (64, 32), (128, 72), (256, 64), (32, 96), (120, 128))
 CONFIGS = pairwise(

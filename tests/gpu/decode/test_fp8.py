@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import explain, interface
+from flash_attn_deterministic import explain
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     DTYPES,
     HEAD_DIMS,
     assert_same,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     make_qkv,
     pairwise,
     same_bits,
@@ -21,9 +23,6 @@ from tests.gpu.attention import (
 
 pytestmark = pytest.mark.gpu
 
-# Any: the type checker can't match unpacked arguments.
-flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
-flash_attn_with_kvcache: Any = interface.flash_attn_with_kvcache
 FP8 = torch.float8_e4m3fn
 PAGE = 48
 LENGTHS = (1000, 1, 517)
