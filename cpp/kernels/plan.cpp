@@ -222,9 +222,10 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
              : one_cta;
 }
 
-// Of Hopper's key blocks of 64 keys: with up to 16 heads 209 drawn calls took 1.06 of the time of
-// the best number of heads, with up to 8 they took 1.05.
-constexpr int64_t kMostNarrowHeads = 8;
+// Of Hopper's key blocks of 64 keys: with up to 16 heads, drawn calls without windows took 1.27
+// (head dim 192) and 1.21 (256) of the time of the fastest peer, with up to 8 they took 1.37
+// and 1.24.
+constexpr int64_t kMostNarrowHeads = 16;
 
 // How many parts of heads run at the same time where CTAs take turns: no bits depend on it. Key
 // blocks of one head that start together wait for each other, one step apart: in a short sequence

@@ -167,7 +167,8 @@ void set_alibi(CommonParams& params, const Scores& scores, const Tensor& q) {
 Tensor aligned(const Tensor& tensor) {
   const std::int64_t last = tensor.dim() - 1;
   bool good =
-      tensor.stride(last) == 1 && reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
+      tensor.stride(last) == 1 &&
+      reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % (8 * tensor.element_size()) == 0;
   for (std::int64_t dim = 0; dim < last; ++dim) {
     const std::int64_t most = dim == last - 2 ? kMaxRowStride : tensor.stride(dim);
     good = good &&

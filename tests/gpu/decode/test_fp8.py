@@ -119,19 +119,37 @@ def test_bits_are_those_of_the_converted_cache(
         assert (plan.family, plan.path) == ("sm80", "few-rows")
 
 
+@pytest.mark.parametrize("seqlen_k", [1, 64], ids=["part-of-a-block", "whole-block"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_byte_is_read_as_the_number_that_it_is(dtype: str) -> None:
-    """One key each: out is its value, and nothing else."""
+def test_every_byte_is_read_as_the_number_that_it_is(dtype: str, seqlen_k: int) -> None:
+    """Keys of one value: out is that value, and nothing else."""
     skip_unless_built(64, dtype)
     byte = torch.arange(256, dtype=torch.uint8, device="cuda")
-    cache = byte[:, None, None, None].expand(256, 16, 1, 64).contiguous().view(FP8)
+    cache = byte[:, None, None, None].expand(256, 64, 1, 64).contiguous().view(FP8)
     q = torch.zeros(256, 1, 1, 64, dtype=DTYPES[dtype], device="cuda")
-    lengths = torch.ones(256, dtype=torch.int32, device="cuda")
+    lengths = torch.full((256,), seqlen_k, dtype=torch.int32, device="cuda")
     zeros = torch.zeros_like(cache.view(torch.uint8)).view(FP8)
     out = flash_attn_with_kvcache(q, zeros, cache, cache_seqlens=lengths)
     expected = cache[:, :1].to(q.dtype) + 0.0  # -0 becomes 0 in a sum
     assert torch.equal(out.isnan(), expected.isnan())
     assert same_bits(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("layout", ["cache", "pages", "packed-pages"])
+def test_rows_may_start_at_multiples_of_8_bytes(layout: str) -> None:
+    """They are not copied, and change no bit."""
+    function, q, caches, given = drawn((128, 128), "bf16", 3, (8, 2), layout)
+    expected = function(q, *caches, **given)[:2]
+    shifted = []
+    for cache in caches:
+        room = torch.empty(cache.numel() + 8, dtype=torch.uint8, device="cuda")
+        shifted.append(room[8:].view(FP8).view(cache.shape).copy_(cache))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = function(q, *shifted, **given)[:2]
+    assert torch.cuda.max_memory_allocated() - before < caches[0].numel()
+    assert_same(found, expected)
 
 
 def test_scales_and_chunks() -> None:

@@ -3,6 +3,8 @@
 
 #include <cute/tensor.hpp>
 
+#include <type_traits>
+
 #include "kernel_traits.h"  // upstream; its other headers lean on this one
 
 #include "few_rows_traits.h"
@@ -16,6 +18,11 @@ namespace fad {
 struct KvHead {
   const char* data;
   int64_t row_bytes, page_bytes;
+
+  // Whether 16 bytes can be copied from each row's start on.
+  __device__ __forceinline__ bool is_aligned() const {
+    return (reinterpret_cast<int64_t>(data) | row_bytes | page_bytes) % 16 == 0;
+  }
 };
 
 // Pages of a sequence.
@@ -108,31 +115,19 @@ struct SplitPages {
   }
 };
 
-// The row of a block from which on a thread copies every kRowsAtOnce-th, its chunk of 8 columns,
-// and whether there is a row for it.
+// The row of a block from which on a thread copies every kRowsAtOnce-th, the first of its chunks of
+// 8 columns there, the chunk that the copy comes to, and whether there is a row for it.
 template <typename Traits>
 struct CopiedRows {
-  int first = threadIdx.x / Traits::kChunks;
-  int chunk = threadIdx.x % Traits::kChunks;
+  int first = threadIdx.x / Traits::kCopies;
+  int chunk = threadIdx.x % Traits::kCopies * Traits::kCopyChunks;
+  // Every other chunk of 16 would be half of the banks: four neighbours take the odd ones.
+  int landing = chunk + (Traits::kCopyChunks == 2 ? threadIdx.x % Traits::kCopies / 4 % 2 : 0);
 
   __device__ __forceinline__ bool has(int row) const {
-    return (Traits::kThreads % Traits::kChunks == 0 || first < Traits::kRowsAtOnce) &&
+    return (Traits::kThreads % Traits::kCopies == 0 || first < Traits::kRowsAtOnce) &&
            (Traits::kKeys % Traits::kRowsAtOnce == 0 || row < Traits::kKeys);
   }
-};
-
-template <bool kFp8>
-struct ChunkCopy {
-  using Chunk = cute::uint128_t;
-  using Whole = cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>;
-  using OrZeros = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>;
-};
-
-template <>
-struct ChunkCopy<true> {
-  using Chunk = uint64_t;
-  using Whole = cute::SM80_CP_ASYNC_CACHEALWAYS<Chunk>;
-  using OrZeros = cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<Chunk>;
 };
 
 // Starts the copy of a block of keys or values; rows from `rows` on and columns from d on are
@@ -140,12 +135,14 @@ struct ChunkCopy<true> {
 template <typename Traits>
 __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages& pages,
                                            int first_key, int rows, int d, char* slot) {
-  using Copy = ChunkCopy<Traits::kFp8>;
-  using Chunk = typename Copy::Chunk;
+  using Whole = cute::uint128_t;
+  // Of 8 elements: where columns end, and to which rows in e4m3 may be aligned.
+  using Chunk = std::conditional_t<Traits::kFp8, uint64_t, cute::uint128_t>;
+  using ChunkCopy = std::conditional_t<Traits::kFp8, cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<Chunk>,
+                                       cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>>;
   constexpr int kRowsAtOnce = Traits::kRowsAtOnce;
   const CopiedRows<Traits> mine;
   const int first_row = mine.first;
-  const int chunk = mine.chunk;
   // Of the first row, or of the 16 rows that this lane looked up.
   const char* source =
       Traits::kPaged ? from.data + pages.place.x * from.page_bytes + pages.place.y * from.row_bytes
@@ -158,28 +155,30 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages&
     } else {
       source += kRowsAtOnce * from.row_bytes;
     }
-    return reinterpret_cast<const Chunk*>(found) + chunk;
+    return reinterpret_cast<const Chunk*>(found) + mine.chunk;
   };
-  const auto to = [&](int row) -> Chunk& {
-    return *reinterpret_cast<Chunk*>(slot + slot_offset<Traits::kHeadDim>(row, chunk));
-  };
-  if (rows >= Traits::kKeys && d == Traits::kHeadDim) {
+  const auto to = [&](int row) { return slot + slot_offset<Traits::kHeadDim>(row, mine.landing); };
+  if (rows >= Traits::kKeys && d == Traits::kHeadDim && (!Traits::kFp8 || from.is_aligned())) {
 #pragma unroll
     for (int row = first_row; row < first_row + Traits::kKeys; row += kRowsAtOnce) {
-      const Chunk* const piece = next_source(row);
+      const Chunk* const chunks = next_source(row);
       if (mine.has(row)) {
-        Copy::Whole::copy(*piece, to(row));
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<Whole>::copy(*reinterpret_cast<const Whole*>(chunks),
+                                                     *reinterpret_cast<Whole*>(to(row)));
       }
     }
     return;
   }
 #pragma unroll 1
   for (int row = first_row; row < first_row + Traits::kKeys; row += kRowsAtOnce) {
-    const Chunk* const piece = next_source(row);
+    const Chunk* const chunks = next_source(row);
     if (mine.has(row)) {
-      const bool inside = row < rows && chunk * 8 < d;
-      Copy::OrZeros::copy(inside ? *piece : *reinterpret_cast<const Chunk*>(from.data), to(row),
-                          inside);
+#pragma unroll
+      for (int i = 0; i < Traits::kCopyChunks; ++i) {
+        const bool inside = row < rows && (mine.chunk + i) * 8 < d;
+        ChunkCopy::copy(inside ? chunks[i] : *reinterpret_cast<const Chunk*>(from.data),
+                        reinterpret_cast<Chunk*>(to(row))[i], inside);
+      }
     }
   }
 }
@@ -192,11 +191,18 @@ __device__ __forceinline__ void widen_block(char* slot) {
 #pragma unroll
   for (int row = mine.first; row < mine.first + Traits::kKeys; row += Traits::kRowsAtOnce) {
     if (mine.has(row)) {
-      char* const chunk = slot + slot_offset<Traits::kHeadDim>(row, mine.chunk);
-      const uint2 eight = *reinterpret_cast<const uint2*>(chunk);
-      const uint2 first = widened<Element>(eight.x);
-      const uint2 last = widened<Element>(eight.y);
-      *reinterpret_cast<uint4*>(chunk) = make_uint4(first.x, first.y, last.x, last.y);
+      const auto chunk = [&](int which) {
+        return reinterpret_cast<uint4*>(slot + slot_offset<Traits::kHeadDim>(row, which));
+      };
+      const uint4 all = *chunk(mine.landing);
+      const auto put = [&](int which, uint32_t four, uint32_t next) {
+        const uint2 first = widened<Element>(four);
+        const uint2 last = widened<Element>(next);
+        *chunk(which) = make_uint4(first.x, first.y, last.x, last.y);
+      };
+      const bool odd = mine.landing != mine.chunk;
+      put(mine.landing, odd ? all.z : all.x, odd ? all.w : all.y);
+      put(mine.landing ^ 1, odd ? all.x : all.z, odd ? all.y : all.w);
     }
   }
 }

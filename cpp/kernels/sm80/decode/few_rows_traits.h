@@ -25,10 +25,13 @@ struct FewRowsTraits {
   // With 16 rows, a warp's keys and values of a block fit its registers: they are loaded before the
   // first product. With more, they are loaded as products need them.
   static constexpr bool kLoadsAhead = kRows == 16;
-  // Copies: 8 elements to a thread, so many rows at a time. Those in e4m3 come to the first half
-  // of where the thread then puts them as Element.
+  // Rows in shared memory are chunks of 8 elements.
   static constexpr int kChunks = kHeadDim / 8;
-  static constexpr int kRowsAtOnce = kThreads / kChunks;
+  // Copies: 16 bytes to a thread, so many rows at a time. Those in e4m3 come to the first of the
+  // two chunks that the thread then puts them to as Element.
+  static constexpr int kCopyChunks = kFp8 ? 2 : 1;
+  static constexpr int kCopies = kChunks / kCopyChunks;  // of a row
+  static constexpr int kRowsAtOnce = kThreads / kCopies;
   // Shared memory: slots, for blocks of keys and of values in turn; probabilities, as fp32 to be
   // summed up and as Element to be multiplied; maxima.
   static constexpr int kSlotBytes = kKeys * kHeadDim * 2;
