@@ -51,6 +51,8 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   bool kv_fp8;  // keys and values are e4m3, strides in elements as of others
 };
 
+constexpr int kTurnCounters = 2;  // of a CTA of the backward, for as many threads that add
+
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   int d_v;      // head dim of v, the output and their gradients, at most d
   int total_k;  // rows of packed k and v
@@ -59,7 +61,7 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   KeyParts parts;        // of dk and dv: CTAs share each key block
   int shares_in_flight;  // parts of heads whose key blocks run at the same time
   unsigned* tickets;     // how many CTAs have started
-  unsigned* progress;    // how far each CTA has come with dq
+  unsigned* progress;    // kTurnCounters of each CTA: how far it has come with dq
   // Room for sums of dk and dv while a CTA adds up others: (num_slots, slot_sums, dk and dv, keys,
   // head dim), as threads hold them; nullptr: none is needed.
   float* slots;

@@ -75,20 +75,22 @@ __device__ __forceinline__ KeyPlace place_of_ticket(const Params& params, unsign
           static_cast<int>(rest / beside), static_cast<int>(part % parts)};
 }
 
-// The counter of a CTA: how far it has come in the walk of `steps_before`.
+// The counter of a CTA: how far it has come in the walk of `steps_before`. A CTA has one for each
+// thread that adds to dq, which are to other columns.
 template <typename Params>
 __device__ __forceinline__ unsigned* progress_of(const Params& params, const KeyPlace& place,
-                                                 int block_n) {
+                                                 int block_n, int thread = 0) {
   const int64_t block =
       blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, block_n) + place.n_block;
-  return params.progress + (block * params.parts.count + place.part) * params.h_k + place.head_k;
+  const int64_t cta = (block * params.parts.count + place.part) * params.h_k + place.head_k;
+  return params.progress + kTurnCounters * cta + thread;
 }
 
 // The counter of the key block before.
 template <typename Params>
 __device__ __forceinline__ const unsigned* progress_before(const Params& params,
                                                            const unsigned* progress) {
-  return progress - params.parts.count * params.h_k;
+  return progress - kTurnCounters * params.parts.count * params.h_k;
 }
 
 // The end of the row blocks that see this key block or one before it, where the left window is a

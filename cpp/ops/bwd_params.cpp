@@ -123,7 +123,8 @@ void run_bwd(BwdParams& params, const BwdRows& rows_of, std::int64_t total_k, bo
   const std::int64_t key_blocks =
       all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, block_n);
   const std::int64_t positions = params.h_k * key_blocks * plan.parts.count;
-  const std::int64_t num_counters = 1 + positions + plan.slot_counters;
+  const std::int64_t turns = kTurnCounters * positions;
+  const std::int64_t num_counters = 1 + turns + plan.slot_counters;
   const std::int64_t slot = 2 * block_n * params.d_rounded * plan.kept_sums;
   const bool shared = plan.parts.fold();
   const std::int64_t keys =
@@ -152,7 +153,7 @@ void run_bwd(BwdParams& params, const BwdRows& rows_of, std::int64_t total_k, bo
   params.progress = params.tickets + 1;
   if (plan.slots > 0) {
     params.slots = first + slots;
-    params.freed_slots = params.progress + positions;
+    params.freed_slots = params.progress + turns;
   }
   if (shared) {
     params.dk_sums = first + dk_sums;

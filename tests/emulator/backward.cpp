@@ -24,9 +24,7 @@ std::string name_of(uint32_t offset, int, int) {
   const struct {
     const char* name;
     uint32_t first;
-  } kinds[] = {{"dq published", Tile::kDqPublished},
-               {"dq added", Tile::kDqAdded},
-               {"dq empty", Tile::kDqEmpty},
+  } kinds[] = {{"dq empty", Tile::kDqEmpty},
                {"dq full", Tile::kDqFull},
                {"numbers full", Tile::kNumbersFull},
                {"dO empty", Tile::kDoEmpty},
@@ -246,7 +244,7 @@ bool run_case(unsigned seed) {
     std::vector<float> dq_sums(sum_rows * HEAD_DIM + 128 * HEAD_DIM + 4);
     const std::size_t ctas =
         (total_k / Tile::kKeys + b * (sk / Tile::kKeys + 2)) * h_k * p.parts.count;
-    std::vector<unsigned> progress(ctas), freed_slots(ctas * chunks + 1);
+    std::vector<unsigned> progress(fad::kTurnCounters * ctas), freed_slots(ctas * chunks + 1);
     unsigned tickets = 0;
     p.slot_sums = p.parts.chained + fad::kept_sums(p.parts.chunks, p.parts.heads);
     p.num_slots = draw(1, 5);

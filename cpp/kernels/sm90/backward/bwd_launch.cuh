@@ -51,8 +51,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared + T::kDqFull + 8 * i, T::kSharesKeys ? 128 : T::kConsumers);
       barrier_init(shared + T::kDqEmpty + 8 * i, 1);
     }
-    barrier_init(shared + T::kDqAdded, 1);
-    barrier_init(shared + T::kDqPublished, 1);
     fence_barrier_init();
     fence_async_proxy();
     const unsigned ticket = atomicAdd(params.tickets, 1u);

@@ -1,6 +1,6 @@
 // The threads that add dq of row blocks to their sums, in deterministic calls in turns: one, or one
-// for each warpgroup where these have buffers of their own. The copy engine does the work: one
-// instruction adds a tile, or a part of it, which lies in its sums as in shared memory.
+// for the columns of each warpgroup where these have buffers of their own. The copy engine does the
+// work: one instruction adds a tile, or a part of it, which lies in its sums as in shared memory.
 #pragma once
 
 #include "bwd_tile.h"
@@ -9,29 +9,11 @@
 
 namespace fad::sm90 {
 
-// Once both warpgroups' parts are in memory. A ring of two counts the row blocks.
-template <typename T, int kGroup>
-__device__ __forceinline__ void publish(uint32_t shared, const Ring& ring, unsigned* counter,
-                                        unsigned value) {
-  const uint32_t parity = ring.slot;
-  if constexpr (kGroup == 1) {
-    barrier_wait(shared + T::kDqPublished, parity ^ 1);  // the value before
-    barrier_arrive(shared + T::kDqAdded);
-    return;
-  }
-  if constexpr (T::kSharesKeys) {
-    barrier_wait(shared + T::kDqAdded, parity);
-  }
-  store_release(counter, value);
-  if constexpr (T::kSharesKeys) {
-    barrier_arrive(shared + T::kDqPublished);
-  }
-}
-
 template <typename T, int kGroup>
 __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared) {
   Ring ring;
-  unsigned* const counter = progress_of(params, read_bwd_work(shared + T::kWorkAt), T::kKeys);
+  unsigned* const counter =
+      progress_of(params, read_bwd_work(shared + T::kWorkAt), T::kKeys, kGroup);
   unsigned seen = 0;  // of the counter of the key block before
 #pragma unroll 1
   for (int number = 0;; ++number) {
@@ -74,7 +56,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
       }
       if (params.in_turns) {
         wait_bulk_added();
-        publish<T, kGroup>(shared, ring, counter, steps - m_block);
+        store_release(counter, steps - m_block);
       }
       ring.advance(T::kStages);
     }

@@ -92,9 +92,7 @@ struct BwdTile {
   static constexpr int kNumbersFull = kDoEmpty + 8 * kStages;
   static constexpr int kDqFull = kNumbersFull + 8 * kStages;
   static constexpr int kDqEmpty = kDqFull + 8 * kDqBuffers;
-  static constexpr int kDqAdded = kDqEmpty + 8 * kDqBuffers;
-  static constexpr int kDqPublished = kDqAdded + 8;
-  static constexpr int kWorkAt = (kDqPublished + 8 + 15) / 16 * 16;
+  static constexpr int kWorkAt = (kDqEmpty + 8 * kDqBuffers + 15) / 16 * 16;
   static constexpr int kSlotAt = kWorkAt + kBwdWorkBytes;  // where sums are kept
   static constexpr int kBytes = kSlotAt + 16;
   static_assert(kBytes <= kBwdSharedBytes);
