@@ -222,9 +222,8 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
              : one_cta;
 }
 
-// Of Hopper's key blocks of 64 keys: with up to 16 heads, drawn calls without windows took 1.27
-// (head dim 192) and 1.21 (256) of the time of the fastest peer, with up to 8 they took 1.37
-// and 1.24.
+// Of Hopper's key blocks of 64 keys. With this and the room below, 66 calls at head dims 160 to 256
+// take 1.02 of the time of the best number of heads, 1.10 at worst.
 constexpr int64_t kMostNarrowHeads = 16;
 
 // How many parts of heads run at the same time where CTAs take turns: no bits depend on it. Key
@@ -246,7 +245,8 @@ int shares_in_flight(const BwdParams& params, const BwdKernel& kernel, const Key
       std::min<int64_t>(ceil_div(params.seqlen_q, 128) * 128, int64_t{kChunkRows} * parts.chunks);
   const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
   const bool narrow = kernel.family == Family::kSm90 && kernel.block_n < 128;
-  const int64_t room = int64_t{device.l2_bytes} / (narrow ? (full ? 3 : 2) : full ? 6 : 3);
+  const int64_t share = narrow ? (full ? 8 : 5) : (full ? 12 : 6);  // of twice L2
+  const int64_t room = int64_t{2} * device.l2_bytes / share;
   const int64_t fit = room / std::max<int64_t>(sums, 1);
   const int64_t least = narrow ? 1 : full ? 2 : 4;
   const int64_t most = narrow ? kMostNarrowHeads : device.num_sms;

@@ -166,9 +166,9 @@ void set_alibi(CommonParams& params, const Scores& scores, const Tensor& q) {
 
 Tensor aligned(const Tensor& tensor) {
   const std::int64_t last = tensor.dim() - 1;
+  const std::uintptr_t bytes = is_e4m3(tensor) ? 8 : 16;
   bool good =
-      tensor.stride(last) == 1 &&
-      reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % (8 * tensor.element_size()) == 0;
+      tensor.stride(last) == 1 && reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % bytes == 0;
   for (std::int64_t dim = 0; dim < last; ++dim) {
     const std::int64_t most = dim == last - 2 ? kMaxRowStride : tensor.stride(dim);
     good = good &&
