@@ -276,10 +276,10 @@ def dlse(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
 
 RIGHT = ("window", "window-right", "everything")
 CAUSAL = ("causal", "softcap", "alibi")
-SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal")
+SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal", "dropout-softcap")
 ALIBI = ("alibi", "alibi-full", "everything", "everything-causal")
 SINK = ("sink", "sink-full")
-DROPOUT = ("dropout", "dropout-causal", "dropout-window", "sink-dropout")
+DROPOUT = ("dropout", "dropout-causal", "dropout-window", "dropout-softcap", "sink-dropout")
 APPEND = ("append", "append-pages", "append-halves")
 ROTARY = ("append-pages", "append-halves")
 IN_PAGES = ("pages", "packed-pages", "append-pages")

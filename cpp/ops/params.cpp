@@ -110,8 +110,6 @@ void set_softmax(CommonParams& params, const Scores& scores) {
 void set_dropout(CommonParams& params, const Scores& scores, const Tensor& q) {
   const double p = scores.dropout_p;
   check(p >= 0 && p < 1, "dropout_p: expected a number in [0, 1), got ", p);
-  check(p == 0 || scores.softcap == 0, "softcap: expected 0 together with dropout, got ",
-        scores.softcap);
   // p_dropout has upstream's meaning: the probability to keep.
   params.p_dropout = static_cast<float>(1.0 - p);
   params.p_dropout_in_uint8_t =

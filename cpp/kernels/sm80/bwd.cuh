@@ -124,7 +124,8 @@ void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 }
 
 // Plain and causal calls have kernels of their own, with and without turns; all others share one
-// that masks by numbers, and takes turns.
+// that masks by numbers, and takes turns. That for softcap looks whether there is dropout, too: a
+// kernel for both together would add 56 KB for each head dim and dtype.
 template <typename TileTraits>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using InTurns = BwdTraits<TileTraits, true>;
@@ -137,7 +138,7 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
       : features == kCausal
           ? (alone ? &launch_bwd_loop<Alone, Masking::kCausal, false, false, true>
                    : &launch_bwd_loop<InTurns, Masking::kCausal, false, false, true>)
-      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, false, false>
+      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, true, false>
       : (features & kDropout) != 0
           ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
           : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ..build_info import build_info
-from ..errors import ArgumentError, MissingInstanceError, UnsupportedDeviceError, UnsupportedError
+from ..errors import ArgumentError, MissingInstanceError, UnsupportedDeviceError
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
@@ -30,15 +30,6 @@ def check_kernels(
     problem = device_problem(device.index or 0)
     if problem:
         raise UnsupportedDeviceError(problem)
-
-
-def check_combination(device: torch.device, softcap: float, dropout_p: float) -> None:
-    """Refuses softcap with dropout on a CUDA device: no kernel computes it, as in upstream."""
-    if device.type == "cuda" and softcap > 0 and dropout_p > 0:
-        raise UnsupportedError(
-            f"softcap: expected 0.0 together with dropout on a CUDA device, got {softcap} with "
-            f"dropout_p {dropout_p}"
-        )
 
 
 def check_rows_aligned(name: str, cache: torch.Tensor) -> None:

@@ -265,7 +265,6 @@ def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> 
             f"dropout_p: expected 0.0 with keys and values in {v.dtype}, got {dropout_p}"
         )
     kernels.check_kernels(q.device, q.dtype, head_dim, direction)
-    kernels.check_combination(q.device, given["softcap"], dropout_p)
 
 
 def _cache(given: Given) -> None:

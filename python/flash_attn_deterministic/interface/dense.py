@@ -125,9 +125,8 @@ def flash_attn_func(
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
             value, shape or device.
         ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a
-            derivative by forward mode or torch.func, vmap or DTensors with dropout; from the
-            backward: a double backward.
+        UnsupportedError: a NotImplementedError; a derivative by forward mode or torch.func, vmap or
+            DTensors with dropout; from the backward: a double backward.
         NotDeterministicError: a RuntimeError, from the backward: torch may use deterministic
             algorithms only, and deterministic is "never".
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.2},
     "dropout-causal": {"dropout_p": 0.4, "causal": True, "alibi": True},
     "dropout-window": {"dropout_p": 0.3, "window_size": (200, 20), "alibi": True},
+    "dropout-softcap": {"dropout_p": 0.3, "window_size": (600, 20), "softcap": 4.0, "alibi": True},
     "residual": {"residual": True},
 }
 # Those whose bits a row of the contract compares; dropout has a row of its own.

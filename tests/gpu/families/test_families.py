@@ -197,7 +197,7 @@ def test_heads_side_by_side_may_be_set() -> None:
     assert plan.backward.heads_in_flight == 7
 
 
-@pytest.mark.parametrize("feature", ["softcap", "alibi", "dropout"])
+@pytest.mark.parametrize("feature", ["softcap", "alibi", "dropout", "dropout-softcap"])
 def test_gradients_that_hopper_leaves_to_the_others(feature: str) -> None:
     call = draw_gradient_call(64, "bf16", feature)
     with device_override("family=sm80"):

@@ -110,7 +110,10 @@ def test_lse_stays(head_dim: int, dtype: str) -> None:
 @pairwise(
     config=HELD,
     split_size=SPLIT,
-    feature=("full", "causal", "window", "softcap", "alibi", "everything", "dropout"),
+    feature=(
+        *("full", "causal", "window", "softcap", "alibi", "everything", "dropout"),
+        "dropout-softcap",
+    ),
     shape={"long": (300, 4), "short": (150, 4), "few-queries": (5, 8)},
 )
 def test_every_schedule_has_the_same_bits(

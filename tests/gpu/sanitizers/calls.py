@@ -48,21 +48,21 @@ def forward(head_dim: int) -> None:
         q = draw(1, seqlen_q, 2, head_dim)
         for options in features:
             flash_attn_func(q, k, v, split_size=SPLIT, **options)
-    dropout: Options = {"causal": True, "dropout_p": 0.2}
+    dropout: tuple[Options, ...] = tuple({**options, "dropout_p": 0.2} for options in features[1:])
     q = draw(1, 130, 2, head_dim)
     with device_override(ONE_SM):
         plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
         # Above head dim 96 a GPU with little shared memory has no such path.
         if plan.path != "one-cta" or plan.num_splits != 3:
             raise RuntimeError(f"expected one CTA for 3 splits, got {plan}")
-        for options in (*features, dropout):
+        for options in (*features, *dropout):
             flash_attn_func(q, k, v, split_size=SPLIT, **options)
         flash_attn_func(q, k, v, split_size=0, causal=True)
     with device_override("path=parts"):
         plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
         if plan.path != "parts":
             raise RuntimeError(f"expected a CTA for each of 3 splits, got {plan}")
-        for options in (*features, dropout):
+        for options in (*features, *dropout):
             flash_attn_func(q, k, v, split_size=SPLIT, **options)
         # Hopper's kernels at head dim 64 take no splits of 64.
         flash_attn_func(q, k, v, split_size=2 * SPLIT, causal=True)
@@ -162,6 +162,7 @@ def backward(head_dim: int) -> None:
         general(2),
         {"window_size": (3, -1)},
         {"causal": True, "dropout_p": 0.2},
+        {**general(2), "dropout_p": 0.2},
     )
     for options in features:  # three blocks of keys, and at least two of rows
         run(150, 270, (2, 1), **options)

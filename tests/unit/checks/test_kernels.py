@@ -14,7 +14,6 @@ from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.errors import (
     MissingInstanceError,
     UnsupportedDeviceError,
-    UnsupportedError,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -119,11 +118,3 @@ def test_cpu_needs_no_kernel(pretend: Pretend) -> None:
     pretend(architectures=(), instances=())
     q, k, v = make_inputs()
     assert flash_attn_func(q, k, v).shape == q.shape
-
-
-def test_softcap_and_dropout_have_no_kernel_together() -> None:
-    with pytest.raises(UnsupportedError, match=r"softcap: expected 0\.0 .* got 3\.0 .* 0\.1"):
-        kernels.check_combination(CUDA, 3.0, 0.1)
-    kernels.check_combination(CUDA, 3.0, 0.0)
-    kernels.check_combination(CUDA, 0.0, 0.1)
-    kernels.check_combination(torch.device("cpu"), 3.0, 0.1)
