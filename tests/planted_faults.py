@@ -102,6 +102,10 @@ def nothing(value: Any) -> None:
     """What is given is dropped."""
 
 
+def by_index(seeds: torch.Tensor) -> torch.Tensor:
+    return seeds + torch.arange(len(seeds), device=seeds.device)
+
+
 def default_scale(a: Mapping[str, Any]) -> float:
     given = a["softmax_scale"]
     return float(a["q"].shape[-1] ** -0.5 if given is None else given)
@@ -293,6 +297,7 @@ FORGOTTEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "alibi": (lambda a: {"alibi_slopes": None}, ALIBI),
     "sink": (lambda a: {"learnable_sink": None}, SINK),
     "dropout": (lambda a: {"dropout_p": 0.0}, DROPOUT),
+    "dropout_seeds": (lambda a: {"dropout_seeds": None}, ("dropout-seeds",)),
     "scale": (lambda a: {"softmax_scale": None}, ("scale",)),
 }
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -391,6 +396,12 @@ FAULTS: tuple[Fault, ...] = (
           dropout(lambda own, whole, keep: (whole - keep * own) / keep), DROPOUT),
     Fault("dropout: the next mask", returned(other_mask, "dense", "varlen"), DROPOUT,
           ("dense", "packed")),
+    Fault("dropout_seeds: dropped", argument("dropout_seeds", nothing), ("dropout-seeds",),
+          ("dense", "packed")),
+    Fault("dropout_seeds: of the next sequence",
+          argument("dropout_seeds", lambda t: t.roll(1)), ("dropout-seeds",), ("dense", "packed")),
+    Fault("dropout_seeds: with the index in the batch",
+          argument("dropout_seeds", by_index), ("dropout-seeds",), ("dense", "packed")),
     # heads
     Fault("heads: interleaved", asked(interleaved_groups, "dense", "varlen"), (),
           ("dense", "packed")),

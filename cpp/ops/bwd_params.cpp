@@ -111,7 +111,6 @@ void run_bwd(BwdParams& params, const BwdRows& rows_of, std::int64_t total_k, bo
   }
   params.d_v = plan.head_dim_v;
   const cudaStream_t stream = current_stream(like.get_device_index());
-  params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
   // Upstream's layout of rowsum(dout * out), head by head, and dq's sums have the same rows: packed
   // sequences stand 128 rows apart, so that the last tile of one stays clear of the next.

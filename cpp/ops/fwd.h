@@ -53,7 +53,8 @@ struct ForwardOps<kRun> {
 // q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16
 // k, v: (batch, seqlen_k, nheads_k, head_dim), like q
 // alibi_slopes: (nheads) or (batch, nheads), fp32
-// rng_state: (2), int64, seed and offset of dropout; deterministic_bwd is for autograd
+// rng_state, int64: (2), seed and offset of dropout, or (batch, 1), a seed of each sequence
+// deterministic_bwd is for autograd
 // learnable_sink: (nheads), fp32: one more score of each row, without a value
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
 Outputs fwd(const Extra& extra, const torch::stable::Tensor& q, const torch::stable::Tensor& k,

@@ -122,12 +122,15 @@ void set_dropout(CommonParams& params, const Scores& scores, const Tensor& q) {
   check(scores.rng_state.has_value(),
         "rng_state: expected a tensor together with dropout, got None");
   const Tensor& state = *scores.rng_state;
+  const bool to_each = state.dim() == 2;
   check(state.is_cuda() && state.get_device_index() == q.get_device_index() &&
-            state.scalar_type() == ScalarType::Long && state.dim() == 1 && state.size(0) == 2 &&
-            state.is_contiguous(),
-        "rng_state: expected a contiguous int64 tensor of shape (2) on the device of q, got ",
-        Described{state});
+            state.scalar_type() == ScalarType::Long && state.is_contiguous() &&
+            (to_each ? state.size(0) == params.b && state.size(1) == 1
+                     : state.dim() == 1 && state.size(0) == 2),
+        "rng_state: expected a contiguous int64 tensor on the device of q, of shape (2) or (",
+        params.b, ", 1), got ", Described{state});
   params.philox_args.seed_and_offset = static_cast<const std::uint64_t*>(state.data_ptr());
+  params.philox_args.seed_to_each = to_each;
 }
 
 void set_scores(CommonParams& params, const Scores& scores, const Tensor& q) {

@@ -17,7 +17,7 @@ using CommonParams = FLASH_NAMESPACE::Flash_fwd_params;
 
 // How scores become probabilities. window_left, window_right: keys visible on either side of the
 // diagonal (aligned bottom right), negative for all; causal is window_right 0. dropout_p above 0
-// needs rng_state: (2), int64, seed and offset.
+// needs rng_state, int64: (2), seed and offset, or (batch, 1), a seed of each sequence.
 struct Scores {
   double softmax_scale;
   std::int64_t window_left, window_right;

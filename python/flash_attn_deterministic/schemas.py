@@ -20,7 +20,8 @@ NAMESPACE = "flash_attn_deterministic"
 _SCORES = "float softmax_scale, int window_left, int window_right, float softcap"
 _TREE = "int split_size, bool deterministic"
 # rng_state is (2,), int64: seed and offset of the dropout mask. They are drawn on the device
-# before the op, so that a replayed CUDA graph draws new ones.
+# before the op, so that a replayed CUDA graph draws new ones. Or it is (batch, 1): the seed of each
+# sequence, whose mask then does not depend on its index in the batch.
 _SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
 # (nheads,), float32: one more score of each row, without a value.
 _SINK = "Tensor? learnable_sink=None"

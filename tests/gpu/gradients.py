@@ -13,8 +13,8 @@ from flash_attn_deterministic.verify.features import options_of
 
 from tests.gpu.attention import assert_same, skip_unless_built
 
-# Sinks have a file of their own.
-_HERE = [name for name, options in ALL.items() if "sink" not in options]
+# Sinks have a file of their own, seeds tests of their own.
+_HERE = [name for name, options in ALL.items() if not {"sink", "seeds"} & options.keys()]
 DROPOUT_FEATURES = [name for name in _HERE if "dropout" in name]
 FEATURES = [name for name in _HERE if name not in (*DROPOUT_FEATURES, "residual")]
 ALL_FEATURES = [*FEATURES, *DROPOUT_FEATURES]

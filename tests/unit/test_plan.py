@@ -61,6 +61,8 @@ def test_dropout_draws_no_seed_and_has_the_same_plan_on_the_cpu(name: str) -> No
     dropping = explain(name, **call.arguments, dropout_p=0.3, return_attn_probs=True)
     assert dropping == explain(name, **call.arguments)
     assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(ArgumentError, match=r"dropout_seeds: expected shape \(batch,\)"):
+        explain(name, **call.arguments, dropout_p=0.3, dropout_seeds=torch.zeros(99).long())
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -72,6 +72,7 @@ def _forward(given: Given) -> None:
     q, v = _inputs(given)
     _slopes(given, q)
     _sinks(given, q)
+    _seeds(given, q)
     _numbers(given, q, v, "fwd")
 
 
@@ -91,7 +92,8 @@ def _backward(given: Given) -> None:
                 "rng_state: expected the tensor that the forward returned, since dropout_p is "
                 f"{given['dropout_p']}, got None"
             )
-        check_is("rng_state", given["rng_state"], torch.int64, (2,), q.device)
+        if not _seeds(given, q):
+            check_is("rng_state", given["rng_state"], torch.int64, (2,), q.device)
 
 
 def _sink(given: Given) -> None:
@@ -251,6 +253,27 @@ def _sinks(given: Given, q: torch.Tensor) -> None:
         )
     check_shape("learnable_sink", sinks, (q.shape[-2],), "one sink for each head of q")
     check_device("learnable_sink", sinks, q.device)
+
+
+def _seeds(given: Given, q: torch.Tensor) -> bool:
+    """Checks an rng_state that has a seed of each sequence; returns whether it is such a one."""
+    state = given["rng_state"]
+    if not isinstance(state, torch.Tensor) or state.dim() != 2:
+        return False
+    starts = given.get("cu_seqlens_q")
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    if state.dtype != torch.int64:
+        raise DtypeError(
+            f"dropout_seeds: expected dtype torch.int64, got {state.dtype}; convert it with "
+            "dropout_seeds.long()"
+        )
+    # Not `!=` of tuples; see _slopes.
+    if state.shape != (batch, 1):
+        raise ArgumentError(
+            f"dropout_seeds: expected shape (batch,) = ({batch},), got {tuple(state.shape[:1])}"
+        )
+    check_device("dropout_seeds", state, q.device)
+    return True
 
 
 def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from ..checks import numbers
 from ..checks.ops import validate
-from ..checks.tensors import FP8
-from ..errors import UnsupportedError
+from ..checks.tensors import FP8, check_tensor
+from ..errors import ArgumentError, UnsupportedError
 from ..mode import Mode, mode_of_call, resolve, resolve_deterministic
 from ..ops.autograd import run
 from ..private import C
@@ -78,6 +78,7 @@ def attend(
     learnable_sink: torch.Tensor | None = None,
     return_max_logits: Any = False,
     descales: tuple[Descale, Descale] = (None, None),
+    dropout_seeds: torch.Tensor | None = None,
 ) -> Any:
     """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
@@ -89,7 +90,8 @@ def attend(
     with_max = return_max_logits
     if with_max is not False:
         with_max = numbers.as_flag("return_max_logits", return_max_logits)
-    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max)
+    seeds = None if dropout_seeds is None else as_rng_state(dropout_seeds)
+    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max, seeds)
     inputs, lengths, head_dim, options, call = prepared
     k_descale, v_descale = descales
     nheads_k, starts = 0, None
@@ -102,7 +104,7 @@ def attend(
     except (AttributeError, IndexError, RuntimeError):
         head_dim_v = 8  # the op refuses it
     pads = bool(head_dim % 8 or head_dim_v % 8)
-    if pads or options.dropout_p:
+    if pads or options.dropout_p or seeds is not None:
         call = completed(call, pads)
     results = run(call)
     out: torch.Tensor = results[0]
@@ -139,6 +141,7 @@ def prepare(
     alibi_slopes: torch.Tensor | None,
     learnable_sink: torch.Tensor | None = None,
     with_max: bool = False,
+    rng_state: torch.Tensor | None = None,
 ) -> tuple[Inputs, Lengths | None, int, Options, Call]:
     """Finds the op of a call and lays out its arguments; see `attend`.
 
@@ -158,7 +161,8 @@ def prepare(
             _check_no_gradient((*inputs, sink), lengths)
     if options.keep_residual:
         residual = has_backward((*inputs, sink), lengths)
-    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual, sink, with_max)
+    random = alibi_slopes, rng_state
+    call = forward_call(inputs, lengths, options, *random, residual, sink, with_max)
     return inputs, lengths, head_dim, options, call
 
 
@@ -171,8 +175,19 @@ def as_sink(learnable_sink: Any) -> Any:
     return learnable_sink
 
 
+def as_rng_state(dropout_seeds: Any) -> torch.Tensor:
+    """Returns seeds as the op takes them, a row for each sequence; no vector raises."""
+    check_tensor("dropout_seeds", dropout_seeds, "a torch.Tensor or None")
+    if dropout_seeds.dim() != 1:
+        raise ArgumentError(
+            f"dropout_seeds: expected shape (batch,), got {tuple(dropout_seeds.shape)}"
+        )
+    rng_state: torch.Tensor = dropout_seeds.detach().contiguous()[:, None]
+    return rng_state
+
+
 def completed(call: Call, pads: bool) -> Call:
-    """Returns a call with padded tensors, and with the seed of its dropout; a wrong one raises."""
+    """Returns a call with padded tensors, and with a seed of its dropout; a wrong one raises."""
     op, arguments = call
     validate(op, arguments)  # before a seed is drawn, and with the caller's shapes
     changed = dict(zip(argument_names(op), arguments, strict=False))
@@ -183,7 +198,8 @@ def completed(call: Call, pads: bool) -> Call:
                 f"dropout_p: expected 0.0 with DTensors, got {changed['dropout_p']}: a mask "
                 "depends on the indices of sequences and heads, which are those of one rank"
             )
-        changed["rng_state"] = draw_rng_state(first.device)
+        if changed["rng_state"] is None:
+            changed["rng_state"] = draw_rng_state(first.device)
     if pads:
         for name in ("q", "k", "v", "qkv", "k_cache", "v_cache"):
             if changed.get(name) is not None:

@@ -28,6 +28,7 @@ def flash_attn_func(
     split_size: int | None = None,
     learnable_sink: torch.Tensor | None = None,
     return_max_logits: bool = False,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithMax | WithProbs | WithProbsAndMax:
     """Computes softmax(q k^T * softmax_scale) v with the call signature of flash_attn 2.8.3.
 
@@ -79,7 +80,8 @@ def flash_attn_func(
             probability of keeping is (floor(255 * keep) + 1) / 256: nothing is dropped where keep
             rounds to 1, below 2**-25. Seed and offset come from torch's generator of the device
             (torch.manual_seed). For given ones, the mask depends only on the sequence's index in
-            the batch, the head's index and the positions of query and key in their sequence.
+            the batch (see dropout_seeds), the head's index and the positions of query and key in
+            their sequence.
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), as any sequence or tensor of two ints: how many keys before and
@@ -106,6 +108,12 @@ def flash_attn_func(
             -inf changes no bit. None: no sinks.
         return_max_logits: whether to return the largest score of each head as well, for QK-clip.
             It has no gradient, and changes no bit of what else is returned.
+        dropout_seeds: (batch,), int64, on the device of q: the seed of each sequence, any 64 bits.
+            Its mask then depends on its own seed, the head's index and the positions of query and
+            key, not on the index in the batch, and torch's generator is not used. Sequences of one
+            seed have one mask. The backward reads the seeds again: a change in place before it is
+            an error. With dropout_p 0.0 they are checked, and have no effect. None: as dropout_p
+            says.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of
@@ -125,8 +133,9 @@ def flash_attn_func(
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
             value, shape or device.
         ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; a derivative by forward mode or torch.func, vmap or
-            DTensors with dropout; from the backward: a double backward.
+        UnsupportedError: a NotImplementedError; a derivative by forward mode or torch.func, vmap
+            with dropout but without dropout_seeds, DTensors with dropout; from the backward: a
+            double backward.
         NotDeterministicError: a RuntimeError, from the backward: torch may use deterministic
             algorithms only, and deterministic is "never".
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
@@ -144,7 +153,7 @@ def flash_attn_func(
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     others = return_attn_probs, learnable_sink, return_max_logits
     results: torch.Tensor | WithMax | WithProbs | WithProbsAndMax = attend(
-        (q, k, v), None, options, alibi_slopes, *others
+        (q, k, v), None, options, alibi_slopes, *others, dropout_seeds=dropout_seeds
     )
     return results
 
@@ -162,6 +171,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes attention as `flash_attn_func` does, with q, k and v in one tensor.
 
@@ -181,7 +191,7 @@ def flash_attn_qkvpacked_func(
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     results: torch.Tensor | WithProbs = attend(
-        (None, qkv), None, options, alibi_slopes, return_attn_probs
+        (None, qkv), None, options, alibi_slopes, return_attn_probs, dropout_seeds=dropout_seeds
     )
     return results
 
@@ -200,6 +210,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes attention as `flash_attn_func` does, with k and v in one tensor.
 
@@ -222,6 +233,6 @@ def flash_attn_kvpacked_func(
     if q is None:  # which in an op says that q is in kv
         check_tensor("q", q)
     results: torch.Tensor | WithProbs = attend(
-        (q, kv), None, options, alibi_slopes, return_attn_probs
+        (q, kv), None, options, alibi_slopes, return_attn_probs, dropout_seeds=dropout_seeds
     )
     return results

@@ -37,6 +37,7 @@ def flash_attn_varlen_func(
     return_max_logits: bool = False,
     k_descale: float | torch.Tensor | None = None,
     v_descale: float | torch.Tensor | None = None,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithMax | WithProbs | WithProbsAndMax:
     """Computes attention for each sequence of a batch, as `flash_attn_func` does for one alone.
 
@@ -82,6 +83,8 @@ def flash_attn_varlen_func(
         return_max_logits: see split_size; the rows of all sequences count, and no other.
         k_descale: of keys in float8_e4m3fn, as in `flash_attn_with_kvcache`.
         v_descale: the same of values.
+        dropout_seeds: as in `flash_attn_func`; batch is that of cu_seqlens_q. A sequence has the
+            bits that it has alone, dense or packed.
 
     Returns:
         out (total_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of out,
@@ -103,7 +106,7 @@ def flash_attn_varlen_func(
     descales = k_descale, v_descale
     others = return_attn_probs, learnable_sink, return_max_logits, descales
     results: torch.Tensor | WithMax | WithProbs | WithProbsAndMax = attend(
-        (q, k, v), lengths, options, alibi_slopes, *others
+        (q, k, v), lengths, options, alibi_slopes, *others, dropout_seeds=dropout_seeds
     )
     return results
 
@@ -123,6 +126,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes attention as `flash_attn_varlen_func` does, with q, k and v in one tensor.
 
@@ -145,7 +149,7 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     results: torch.Tensor | WithProbs = attend(
-        (None, qkv), lengths, options, alibi_slopes, return_attn_probs
+        (None, qkv), lengths, options, alibi_slopes, return_attn_probs, dropout_seeds=dropout_seeds
     )
     return results
 
@@ -168,6 +172,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes attention as `flash_attn_varlen_func` does, with k and v in one tensor.
 
@@ -194,6 +199,6 @@ def flash_attn_varlen_kvpacked_func(
     if q is None:  # which in an op says that q is in kv
         check_tensor("q", q)
     results: torch.Tensor | WithProbs = attend(
-        (q, kv), lengths, options, alibi_slopes, return_attn_probs
+        (q, kv), lengths, options, alibi_slopes, return_attn_probs, dropout_seeds=dropout_seeds
     )
     return results

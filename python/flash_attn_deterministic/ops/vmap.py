@@ -40,12 +40,15 @@ def _rule(name: str) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
         size = info.batch_size
         given = dict(zip(names, arguments, strict=False))
-        if given["dropout_p"] > 0:
+        dims = dict(zip(names, in_dims, strict=False))
+        state = given["rng_state"]
+        seeds = state is not None and state.dim() - (dims["rng_state"] is not None) == 2
+        if given["dropout_p"] > 0 and not seeds:
             raise UnsupportedError(
                 f"torch.func.vmap: expected dropout_p 0.0, got {given['dropout_p']}: the mask of a "
-                "sequence depends on its index in the batch"
+                "sequence depends on its index in the batch; pass dropout_seeds"
             )
-        if dict(zip(names, in_dims, strict=False)).get("learnable_sink") is not None:
+        if dims.get("learnable_sink") is not None:
             raise UnsupportedError(
                 "learnable_sink: expected one tensor for all elements of torch.func.vmap, got one "
                 "for each; call it once for each element"
@@ -62,6 +65,8 @@ def _rule(name: str) -> Callable[..., Any]:
                 slopes = slopes[:, None]
             by_element["alibi_slopes"] = slopes.expand(size, batch, slopes.shape[-1])
         given |= {argument: x.flatten(0, 1) for argument, x in by_element.items()}
+        if seeds:
+            given["rng_state"] = given["rng_state"].contiguous()
         results = getattr(torch.ops.flash_attn_deterministic, name)(*given.values())
         shared = [result.numel() == 0 and result.dim() == 1 for result in results]  # an absent dq
         split = [

@@ -46,7 +46,8 @@ def attention(
         window: how many keys before and after its position a query sees; negative: all.
         softcap: where positive, scores are softcap * tanh(scores / softcap).
         dropout_p: probability that a weight is dropped; the others are divided by 1 - dropout_p.
-        rng_state: (2,), int64: seed and offset of the dropout mask.
+        rng_state: (2,), int64: seed and offset of the dropout mask; or (batch, 1), a seed of each
+            sequence, whose mask then does not depend on its index in the batch.
         split_size: tokens per split, a multiple of block_n; 0: one split. Of the forward.
         block_n: keys per block, a power of two; None: that of the kernels.
         formats: number format of each step.
@@ -89,8 +90,8 @@ def varlen_attention(
 
     Arguments are those of `flash_attn_varlen_func` and of `attention`. max_seqlen_q and
     max_seqlen_k have no effect: every sequence is computed to its end. Lengths are not checked. A
-    sequence's dropout mask depends on its index in the batch. Pages in float8_e4m3fn are converted
-    to q's dtype, which changes no number.
+    sequence's dropout mask depends on its index in the batch, or on its own seed. Pages in
+    float8_e4m3fn are converted to q's dtype, which changes no number.
 
     Returns:
         out (total_q, nheads, head_dim) and softmax_lse (nheads, total_q), otherwise as in

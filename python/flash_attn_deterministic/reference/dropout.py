@@ -2,9 +2,11 @@
 
 A mask is a function of a seed, an offset, and of each element's sequence, head, row and key; rows
 and keys are counted from the beginning of their sequence. It does not depend on batch size, number
-of heads, lengths and tiles. Random bytes come from Philox (Salmon et al., Parallel random numbers:
-as easy as 1, 2, 3, 2011), with 7 rounds as in flash_attn: one call of it gives the 16 bytes that
-one lane of a warp needs for its elements of a tile of 16 rows and 32 keys, in flash_attn's order.
+of heads, lengths and tiles. Where each sequence has a seed of its own, it has offset 0 and counts
+as the first one, wherever it stands. Random bytes come from Philox (Salmon et al., Parallel random
+numbers: as easy as 1, 2, 3, 2011), with 7 rounds as in flash_attn: one call of it gives the 16
+bytes that one lane of a warp needs for its elements of a tile of 16 rows and 32 keys, in
+flash_attn's order.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def keep_mask(
     """Returns which elements of the scores are kept, (batch, nheads, rows, keys).
 
     Args:
-        rng_state: (2,), int64: seed and offset, whose bits count as those of unsigned numbers.
+        rng_state: int64, whose bits count as those of unsigned numbers: (2,), seed and offset; or
+            a seed of each sequence of the call, (batch of the call, 1).
         dropout_p: probability in [0, 1).
         sequences: (batch,), int64: index of each sequence in the batch.
         heads: (nheads,), int64: index of each query head.
@@ -71,10 +74,13 @@ def _random_bytes(
     """Returns (batch, nheads, 16 * tiles_r, 32 * tiles_c) random bytes, as int64."""
     lanes = torch.arange(32, device=rng_state.device)
     # (batch, nheads, 1, 1, lanes), modulo 2^64.
-    offset = rng_state[1] + (sequences << 21)[:, None, None, None, None]
-    offset = offset + (heads << 5)[:, None, None, None] + lanes
+    if rng_state.dim() == 2:
+        seed, offset = rng_state[sequences][..., None, None, None], torch.zeros_like(sequences)
+    else:
+        seed, offset = rng_state[0], rng_state[1] + (sequences << 21)
+    offset = offset[:, None, None, None, None] + (heads << 5)[:, None, None, None] + lanes
     counter = [_low(offset), _high(offset), tiles_r[:, None, None], tiles_c[:, None]]
-    words = _philox(counter, _low(rng_state[0]), _high(rng_state[0]))
+    words = _philox(counter, _low(seed), _high(seed))
     shifts = torch.arange(0, 32, 8, device=rng_state.device)
     # Byte n of a lane is bits c16, c8, r8, c1 of the element's place in the tile; the lane is its
     # bits r4, r2, r1 and c4, c2 (r8: bit 3 of the row, c16: bit 4 of the key, and so on).

@@ -84,7 +84,8 @@ def cases(device: str) -> Iterator[Case]:
         yield case(f"{form} lse-gradient {feature}", feature, form, backward=True, dlse=True)
     # A window turns rotary positions on, whatever its width.
     yield case("append-pages window", "window-left-0", "append-pages")
-    yield case("packed dropout", "dropout", "packed", backward=True)
+    for feature in ("dropout", "dropout-seeds"):
+        yield case(f"packed {feature}", feature, "packed", backward=True)
 
 
 _SHAPES = {

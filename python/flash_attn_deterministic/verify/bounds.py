@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..reference.dropout import keep_mask
 from .exact import Definition, Exact, Triple
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def compare(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
         shape = (one.q.shape[0], one.q.shape[2], one.q.shape[1], one.k.shape[1])
         kept = ~own["probs"].signbit()
         options["keep"] = kept if kept.shape == shape else kept.new_ones(shape)
+    if one.options.get("dropout_seeds") is not None:
+        options["keep"] = kept_of_seeds(one)
     truth = Definition(**options)
     if "dq" in own:
         plain = replace(truth, dtype=dtype)
@@ -104,6 +107,14 @@ def compare(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
     if truth.dropout_p:
         found["probs"] = _dropped(own["probs"], truth.dropout_p)
     return found, {"out": exact.out}
+
+
+def kept_of_seeds(one: Call) -> torch.Tensor:
+    """Returns what the seeds of a call keep, (batch, nheads, seqlen_q, seqlen_k)."""
+    seeds, (batch, seqlen_q, nheads, _) = one.options["dropout_seeds"], one.q.shape
+    sequences, heads = (torch.arange(count, device=seeds.device) for count in (batch, nheads))
+    spans = (0, seqlen_q), (0, one.k.shape[1])
+    return keep_mask(seeds[:, None], one.options["dropout_p"], sequences, heads, *spans)
 
 
 def _appended(one: Call, own: Tensors) -> dict[str, Error]:

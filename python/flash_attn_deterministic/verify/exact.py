@@ -36,6 +36,7 @@ class Definition:
     dtype: torch.dtype = torch.float64  # of every step
     split_size: int | None = None  # changes no number
     learnable_sink: torch.Tensor | None = None  # (nheads,)
+    dropout_seeds: torch.Tensor | None = None  # (batch,); `keep` says what they drop
 
     @torch.no_grad()
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exact:

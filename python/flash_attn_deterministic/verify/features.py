@@ -1,7 +1,8 @@
 """Features of the API, one line each: contract, accuracy, tests on GPUs and drawn calls share them.
 
-`alibi` stands for slopes that are drawn, `sink` for sinks, `residual` for a mode that keeps a
-residual. The windows are for long sequences; on the CPU they are cut down as the lengths are.
+`alibi` stands for slopes that are drawn, `sink` for sinks, `seeds` for a seed of dropout for each
+sequence, `residual` for a mode that keeps a residual. The windows are for long sequences; on the
+CPU they are cut down as the lengths are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout-causal": {"dropout_p": 0.4, "causal": True, "alibi": True},
     "dropout-window": {"dropout_p": 0.3, "window_size": (200, 20), "alibi": True},
     "dropout-softcap": {"dropout_p": 0.3, "window_size": (600, 20), "softcap": 4.0, "alibi": True},
+    "dropout-seeds": {"dropout_p": 0.3, "causal": True, "seeds": True},
     "residual": {"residual": True},
 }
 # Those whose bits a row of the contract compares; dropout has a row of its own.

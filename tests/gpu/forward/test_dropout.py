@@ -12,8 +12,9 @@ import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.interface.call import draw_rng_state
 from flash_attn_deterministic.reference.dropout import keep_mask
+from flash_attn_deterministic.verify.bounds import kept_of_seeds
 from flash_attn_deterministic.verify.contract import layouts
-from flash_attn_deterministic.verify.contract.call import Call, part
+from flash_attn_deterministic.verify.contract.call import Attention, Call, part
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -181,6 +182,74 @@ def test_s_dmask(config: tuple[int, str], feature: str) -> None:
     """Its signs are the mask; `verify` compares out with the float64 of these signs."""
     call = draw_call(*config, feature, seqlen_q=100, seqlen_k=140)
     assert torch.equal(call()["probs"].signbit(), ~kept(call))
+
+
+def seeded(call: Call) -> Call:
+    """The same call with a seed for each sequence."""
+    seeds = torch.arange(len(call.q), device="cuda") * 2**33 - 5
+    return call.with_options(dropout_seeds=seeds)
+
+
+@pairwise(
+    config=named(CONFIGS),
+    feature=DROPOUT_FEATURES,
+    lengths={"keys": (130, 400), "rows": (200, 77), "one-row": (1, 300)},
+    split_size=(64, 128, 0),
+    path=PATHS,
+)
+def test_mask_of_seeds(
+    config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int, path: str
+) -> None:
+    seqlen_q, seqlen_k = lengths
+    call = draw_call(*config, feature, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads_k=4)
+    call = seeded(uniform(call).with_options(split_size=split_size))
+    masks = {n: call.options[n] for n in ("causal", "window_size") if n in call.options}
+    exact = Definition(**masks)
+    visible = mask_of_forward(call, lambda one: exact.forward(one.q, one.k, one.v).out)
+    expected = kept_of_seeds(call) & visible
+    with device_override(path):
+        assert torch.equal(mask_of_forward(call), expected)
+        assert torch.equal(mask_of_backward(call), expected)
+
+
+@pairwise(config=named(CONFIGS), feature=DROPOUT_FEATURES)
+def test_bits_follow_the_seeds_alone(config: tuple[int, str], feature: str) -> None:
+    """Not the place in the batch, its size, the packing, or torch's generator."""
+    call = seeded(draw_call(*config, feature, batch=4, nheads=12, nheads_k=4))
+    call = call.with_options(split_size=128)
+    before = torch.cuda.get_rng_state()
+    together = results(replace(call, attention=Attention.installed()))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    for path in PATHS:
+        with device_override(path):
+            assert_same_results(results(call), together)
+    other = results(call.with_options(dropout_seeds=call.options["dropout_seeds"] + 1))
+    assert not any(same_bits(other[name], together[name]) for name in ("out", *GRADIENTS))
+    for index in ([0], [3], [2, 0, 1]):
+        assert_same_results(results(call.sequences(index)), part(together, b=index))
+    for gradients in (False, True):
+        packed = layouts.packed(call, [333, 40, 1, 200], [333, 70, 333, 9], gradients=gradients)
+        for one, own in packed.parts:
+            assert_same_results(own, {name: results(one)[name] for name in own})
+
+
+def test_replay_of_a_cuda_graph_reads_the_seeds_of_then() -> None:
+    call = seeded(draw_call(64, "bf16", "dropout", batch=2, seqlen_q=64, seqlen_k=64))
+    seeds, p = call.options["dropout_seeds"], call.options["dropout_p"]
+
+    def run() -> torch.Tensor:
+        out = flash_attn_func(call.q, call.k, call.v, p, dropout_seeds=seeds)
+        return out  # type: ignore[no-any-return, unused-ignore]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(2):
+        seeds += 1
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, run())
 
 
 def test_the_generator_goes_on_with_dropout_alone() -> None:

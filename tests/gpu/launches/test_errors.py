@@ -88,6 +88,14 @@ BAD_BACKWARD_CALLS: dict[str, tuple[str, Change]] = {
         "rng_state",
         lambda **rest: {"dropout_p": 0.1, "rng_state": torch.tensor([1], device="cuda")},
     ),
+    "seeds-of-others": (
+        "rng_state",
+        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.zeros(3, 1).long().cuda()},
+    ),
+    "seeds-in-rows": (
+        "rng_state",
+        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.zeros(1, 2).long().cuda()},
+    ),
     "dropout-1": ("dropout_p", lambda **rest: {"dropout_p": 1.0}),
     "scale-zero": ("softmax_scale", lambda **rest: {"softmax_scale": 0.0}),
 }

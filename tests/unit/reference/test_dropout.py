@@ -14,6 +14,7 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from calls import CALLS, DIFFERENTIABLE, int32, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.reference import attention
 from flash_attn_deterministic.reference.dropout import (
     keep_mask,
@@ -131,6 +132,16 @@ def test_largest_kept_byte(dropout_p: float, limit: int) -> None:
     assert keep_probability(dropout_p) == torch.tensor(1 - dropout_p).item()
 
 
+def test_mask_of_a_seed_is_that_of_the_first_sequence() -> None:
+    seeds = (0, MASK_64, 2**61 + 7)
+    state = torch.tensor([_signed(seed) for seed in seeds])[:, None]
+    spans = (3, 20), (30, 70)
+    for order in ((0, 1, 2), (2, 0), (1,)):
+        mask = keep_mask(state, 0.3, torch.tensor(order), torch.tensor((0, 5)), *spans)
+        expected = [_mask(seeds[b], 0, 0.3, (0,), (0, 5), *spans) for b in order]
+        assert torch.equal(mask, torch.cat(expected))
+
+
 # --- Calls --------------------------------------------------------------------------------------
 
 
@@ -183,6 +194,107 @@ def test_state_is_two_numbers_of_63_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (drawn < 2**62).all()
     assert len(set(drawn.flatten().tolist())) == 40
     assert drawn.max() > 2**58
+
+
+def _seeds_of(call: Any) -> torch.Tensor:
+    starts = call.arguments.get("cu_seqlens", call.arguments.get("cu_seqlens_q"))
+    first = next(iter(call.arguments.values()))
+    return torch.arange(len(first) if starts is None else len(starts) - 1) - 1
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_seeds_decide_alone(name: str) -> None:
+    call = CALLS[name](20)
+    seeds, before = _seeds_of(call), torch.get_rng_state()
+    out = call(dropout_p=0.3, dropout_seeds=seeds)
+    assert torch.equal(before, torch.get_rng_state())
+    assert bits_equal(out, _seeded(call, dropout_p=0.3, dropout_seeds=seeds))
+    strided = seeds.repeat_interleave(2)[::2]
+    assert bits_equal(out, call(dropout_p=0.3, dropout_seeds=strided))
+    assert not bits_equal(out, call(dropout_p=0.3, dropout_seeds=seeds + 1))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_seeds_without_dropout_have_no_effect(name: str) -> None:
+    call = CALLS[name](32)
+    assert bits_equal(call(dropout_seeds=_seeds_of(call)), call())
+
+
+def test_a_seed_is_the_state_of_a_sequence_alone() -> None:
+    q, k, v = make_inputs(1, 40, 70, 4, 2, 32)
+    out, _, probs = flash_attn_func(
+        q, k, v, 0.3, dropout_seeds=torch.tensor([-9]), return_attn_probs=True
+    )
+    options: dict[str, Any] = {"dropout_p": 0.3, "rng_state": torch.tensor([-9, 0])}
+    assert bits_equal(out, attention(q, k, v, **options)[0])
+    mask = keep_mask(options["rng_state"], 0.3, torch.arange(1), torch.arange(4), (0, 40), (0, 70))
+    assert torch.equal(mask, ~probs.signbit())
+
+
+def test_seeds_under_compile_and_vmap() -> None:
+    q, k, v = make_inputs(3, 9, 17, 2, 2, 32)
+    seeds = torch.tensor([4, -5, 2**62])
+
+    def run(q: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q, k[: len(q)], v[: len(q)], 0.3, dropout_seeds=seeds)
+
+    def results(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaf = q.clone().requires_grad_()
+        out = function(leaf, seeds)
+        return [out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))]
+
+    expected = results(run)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(results(compiled), expected, strict=True):
+        assert bits_equal(a, b)
+
+    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: Any) -> torch.Tensor:
+        return flash_attn_func(q[None], k[None], v[None], 0.3, dropout_seeds=seed[None])[0]
+
+    assert bits_equal(torch.func.vmap(alone)(q, k, v, seeds), expected[0])
+    first = torch.func.vmap(alone, in_dims=(0, 0, 0, None))(q, k, v, seeds[1])
+    assert bits_equal(first, run(q, seeds[1].expand(3)))
+
+
+def test_seeds_may_not_change_before_the_backward() -> None:
+    q, k, v = (t.requires_grad_() for t in make_inputs())
+    seeds = torch.arange(q.shape[0])
+    out = flash_attn_func(q, k, v, 0.3, dropout_seeds=seeds)
+    seeds += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q)
+
+
+WRONG_SEEDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "list": (lambda t: t.tolist(), "expected a torch.Tensor or None, got list"),
+    "dtype": (lambda t: t.int(), "expected dtype torch.int64, got torch.int32"),
+    "column": (lambda t: t[:, None], r"expected shape \(batch,\), got \(2, 1\)"),
+    "number": (lambda t: t[0], r"expected shape \(batch,\), got \(\)"),
+    "fewer": (lambda t: t[:1], r"expected shape \(batch,\) = \(2,\), got \(1,\)"),
+    "device": (
+        lambda t: t.to("meta"),
+        "expected a tensor on cpu, the device of q, got one on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+@pytest.mark.parametrize("mistake", WRONG_SEEDS)
+def test_wrong_seeds_are_named(mistake: str, layout: str, dropout_p: float) -> None:
+    change, words = WRONG_SEEDS[mistake]
+    seeds = change(torch.arange(2))
+    inputs: tuple[Any, ...] = make_inputs(2, 9, 9, 2, 2, 32)
+    function: Callable[..., Any] = flash_attn_func
+    if layout == "packed":
+        starts = int32(0, 9, 18)
+        inputs = *(t.flatten(0, 1) for t in inputs), starts, starts, 9, 9
+        function = flash_attn_varlen_func
+    before = torch.get_rng_state()
+    with pytest.raises(FlashAttnError, match=f"^dropout_seeds: {words}"):
+        function(*inputs, dropout_p, dropout_seeds=seeds)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 # --- S_dmask ------------------------------------------------------------------------------------

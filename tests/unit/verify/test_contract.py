@@ -27,7 +27,7 @@ from flash_attn_deterministic.verify.contract import (
 from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
 from flash_attn_deterministic.verify.features import OF_CONTRACT
 
-from tests.planted_faults import Gradient, asked, forgetful, out
+from tests.planted_faults import Gradient, argument, asked, by_index, forgetful, out
 from verify.samples import forced, other_bits
 
 ROOT = Path(__file__).parents[3]
@@ -154,6 +154,10 @@ def always_the_same_mask(a: dict[str, Any]) -> None:
     torch.manual_seed(0)
 
 
+def rolled(seeds: torch.Tensor) -> torch.Tensor:
+    return seeds.roll(1)
+
+
 def many_sequences(a: dict[str, Any]) -> bool:
     return bool(a["q"].shape[0] > 1)
 
@@ -187,6 +191,9 @@ FAULTS = [
     ("backward", "packed-differs", gradients("q", lowest_bit, function="varlen")),
     ("dropout", "seed-without-effect", asked(seedless, "dense")),
     ("dropout", "mask-that-never-changes", asked(always_the_same_mask, "dense")),
+    ("dropout-seeds", "index-in-the-batch", argument("dropout_seeds", by_index)),
+    ("dropout-seeds", "packed-mask-of-the-next", argument("dropout_seeds", rolled, "varlen")),
+    ("dropout-seeds", "seeds-without-effect", argument("dropout_seeds", torch.zeros_like)),
 ]
 
 

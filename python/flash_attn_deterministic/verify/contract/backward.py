@@ -104,3 +104,27 @@ def dropout(case: Case, attention: Attention, size: Size) -> None:
     first = seeded(case.seed)
     expect_different(call, "another seed", seeded(case.seed + 1), first)
     expect_same(call, "the same seed again", seeded(case.seed), first)
+
+
+def dropout_seeds(case: Case, attention: Attention, size: Size) -> None:
+    """Where sequences have seeds of their own: out and gradients alone, in batches, packed."""
+    seqlen_k = min(size.seqlen, 600)
+    call = make(case, attention, size, batch=3, seqlen_k=seqlen_k)
+    seeds = torch.arange(3, device=call.q.device) * 7919 - case.seed
+    call = call.with_options(dropout_p=DROPOUT_P, dropout_seeds=seeds)
+
+    def results(one: Call) -> Tensors:
+        return {**one(), **one.gradients()}
+
+    together = results(call)
+    other = results(call.with_options(dropout_seeds=seeds + 1))
+    expect_different(call, "other seeds", other, together)
+    for index in ([0], [1], [2], [2, 0]):
+        fewer = call.sequences(index)
+        what = f"sequences {index} of 3, with their seeds, against the batch"
+        expect_same(fewer, what, results(fewer), part(together, b=index))
+    seqlen_q = call.q.shape[1]
+    lengths = [seqlen_q, max(1, seqlen_q // 2), 1], [seqlen_k, seqlen_k, seqlen_k // 3]
+    for one, own in layouts.packed(call, *lengths, gradients=True).parts:
+        what = f"{one.q.shape[1]} queries and {one.k.shape[1]} keys, packed, against dense"
+        expect_same(one, what, own, {name: results(one)[name] for name in own})

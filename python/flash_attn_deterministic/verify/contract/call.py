@@ -128,7 +128,9 @@ class Call:
         return replace(self, options={**self.options, **options})
 
     def sequences(self, index: slice | list[int]) -> Self:
-        return self._part(b=index)
+        seeds = self.options.get("dropout_seeds")
+        own = {} if seeds is None else {"dropout_seeds": seeds[index]}
+        return self.with_options(**own)._part(b=index)
 
     def queries(self, begin: int, end: int) -> Self:
         return self._part(q=slice(begin, end))
@@ -198,8 +200,8 @@ def draw(
 ) -> Call:
     """Draws a call whose q has a shape (batch, seqlen_q, nheads, head_dim).
 
-    `alibi` in options draws slopes, `sink` sinks; `residual` is of the mode. The same arguments
-    give the same tensors.
+    `alibi` in options draws slopes, `sink` sinks, `seeds` those of dropout; `residual` is of the
+    mode. The same arguments give the same tensors.
     """
     generator = torch.Generator(device).manual_seed(seed)
     batch, seqlen_q, nheads, head_dim = shape
@@ -218,6 +220,10 @@ def draw(
     if options.pop("sink", False):
         drawn = torch.randn(nheads, generator=generator, device=device)
         options["learnable_sink"] = 2 * drawn + 3  # of the size of softmax_lse
+    if options.pop("seeds", False):
+        options["dropout_seeds"] = torch.randint(
+            -(2**63), 2**63 - 1, (batch,), generator=generator, device=device
+        )
     return Call(attention, q, k, v, dout, slopes, options)
 
 

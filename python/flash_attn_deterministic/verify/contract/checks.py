@@ -28,6 +28,8 @@ CHECKS: tuple[Check, ...] = (
     Check("backward", "dq, dk, dv: repeat, batch, packing, KV groups", backward.backward_cases,
           backward.backward),
     Check("dropout", "repeats with one seed", backward.dropout_cases, backward.dropout),
+    Check("dropout-seeds", "a seed of each sequence: batch, position in it, packing",
+          backward.dropout_cases, backward.dropout_seeds),
     Check("golden", "another wheel of this bits_version, another GPU of this compute capability",
           golden.golden_cases, golden.golden, golden.unavailable),
 )  # fmt: skip
