@@ -14,7 +14,8 @@ from ..types import Lengths, Options
 class PagedAttention:
     """The attention of one layer; arguments as of `flash_attn_varlen_func`.
 
-    What is the same in all its calls is found once, to save time.
+    What is the same in all its calls is found once, to save time. k_descale and v_descale are
+    numbers, kept by CUDA graphs; k_descale becomes a factor of softmax_scale, and rounds no query.
     """
 
     def __init__(
@@ -23,8 +24,11 @@ class PagedAttention:
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
         alibi_slopes: torch.Tensor | None = None,
+        k_descale: float = 1.0,
+        v_descale: float = 1.0,
     ) -> None:
-        self._numbers = softmax_scale, window_size, softcap
+        self._numbers = softmax_scale * k_descale, window_size, softcap
+        self._v_descale = v_descale
         self._slopes = alibi_slopes
         self._options: dict[bool, Options] = {}
 
@@ -35,11 +39,12 @@ class PagedAttention:
         lengths: Lengths,
         causal: bool,
         learnable_sink: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns out (total_q, nheads, head_dim); a head_dim is a multiple of 8.
+        """Returns out (total_q, nheads, head_dim), or writes it to output, of any shape.
 
-        pages are of keys and values, (pages, page_block_size, nheads_k, head_dim), and lengths have
-        a block_table.
+        pages are of keys and values, (pages, page_block_size, nheads_k, head_dim), like q or
+        float8_e4m3fn, and lengths have a block_table. A head_dim is a multiple of 8.
         """
         if causal not in self._options:
             scale, window, softcap = self._numbers
@@ -52,4 +57,9 @@ class PagedAttention:
         inputs, options = (query, *pages), self._options[causal]
         call = forward_call(inputs, lengths, options, self._slopes, learnable_sink=sink)
         out, _ = run(call)
-        return out  # type: ignore[no-any-return]
+        rows: torch.Tensor = out if output is None else output
+        if self._v_descale != 1.0:  # in float32, and rounded once, as v_descale of our functions
+            torch.mul(out.view_as(rows), self._v_descale, out=rows)
+        elif output is not None:
+            rows.copy_(out.view_as(rows))
+        return rows

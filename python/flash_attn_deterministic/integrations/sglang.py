@@ -3,8 +3,9 @@
 SGLang loads it through the entry point sglang.srt.plugins. It is among the backends of
 `--enable-deterministic-inference`, with the radix cache. It computes decoder attention over pages
 of a multiple of 16 tokens (`--page-size 64`), with sliding windows, softcap and sinks; decode runs
-in CUDA graphs. Speculative decoding, quantised caches, MLA, cross attention and separate pools for
-sliding windows are refused. The mode is enabled for each call, whatever the mode of the process.
+in CUDA graphs. A cache may be in 8 bits (`--kv-cache-dtype fp8_e4m3`). Speculative decoding, other
+quantised caches, MLA, cross attention and separate pools for sliding windows are refused. The mode
+is enabled for each call, whatever the mode of the process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from ..checks.tensors import FP8
 from ..errors import UnsupportedError
 from ..types import Lengths
 from .low_level import starts_of
@@ -59,15 +61,25 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
             )
         if getattr(runner, "use_mla_backend", False):
             raise UnsupportedError("attention backend: expected a model without MLA, got one with")
-        if hasattr(runner.token_to_kv_pool, "full_to_swa_index_mapping"):
+        pool = runner.token_to_kv_pool
+        if hasattr(pool, "full_to_swa_index_mapping"):
             raise UnsupportedError(
                 "sliding windows: expected one pool for all layers; --disable-hybrid-swa-memory"
+            )
+        # Formats with a scale for each block of numbers have a buffer of them beside the pages.
+        inner = getattr(pool, "full_kv_pool", pool)
+        blocks = getattr(inner, "k_scale_buffer", None) is not None
+        if blocks or pool.dtype not in (torch.float16, torch.bfloat16, FP8):
+            more = " with scales of blocks" if blocks else ""
+            raise UnsupportedError(
+                "--kv-cache-dtype: expected bfloat16, fp8_e4m3, or auto with a model in 16 bits, "
+                f"got a pool in {pool.dtype}{more}"
             )
         self.forward_metadata: Lengths | None = None
         self._page_size = runner.page_size
         self._max_length = runner.model_config.context_len
         self._requests = runner.req_to_token_pool
-        self._pool = runner.token_to_kv_pool
+        self._pool = pool
         self._layers: dict[int, PagedAttention] = {}
         self._graph: Lengths | None = None  # tensors that captured graphs read
 
@@ -77,14 +89,15 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         if mode.is_idle():
             return
         if mode.is_decode() and batch.spec_info is None:
-            starts, longest = torch.arange(batch.batch_size + 1, device=batch.seq_lens.device), 1
+            device, longest = batch.seq_lens.device, 1
+            starts = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=device)
         elif mode.name in ("EXTEND", "MIXED") and batch.spec_info is None:
             starts = starts_of(batch.extend_seq_lens)
             longest = max(batch.extend_seq_lens_cpu)
         else:
             raise UnsupportedError(f"forward_mode: expected prefill or decode, got {mode.name}")
         self.forward_metadata = Lengths(
-            starts.int(),
+            starts,
             starts_of(batch.seq_lens),
             int(longest),
             self._longest(batch),
@@ -149,15 +162,15 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         k and v are (tokens, nheads_k, head_dim), or None where the pool has them already; sinks are
         (nheads,). Layers and arguments that are not supported raise UnsupportedError.
         """
-        _check(layer, unknown)
+        for name, value in unknown.items():
+            if value is not None and value is not False:
+                raise UnsupportedError(f"{name}: expected None; use another attention backend")
+        attention = self._layers.get(layer.layer_id)
+        if attention is None:
+            attention = self._layers[layer.layer_id] = self._prepare(layer)
         if k is not None and save_kv_cache:
             where = KVWriteLoc.for_layer(forward_batch, layer)
             self._pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
-        if layer.layer_id not in self._layers:
-            window = (-1, -1)
-            if layer.sliding_window_size > -1:
-                window = (layer.sliding_window_size, 0)
-            self._layers[layer.layer_id] = PagedAttention(layer.scaling, window, layer.logit_cap)
         keys, values = (
             buffer.unflatten(0, (-1, self._page_size))
             for buffer in self._pool.get_kv_buffer(layer.layer_id)
@@ -165,12 +178,27 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         assert self.forward_metadata is not None
-        attention: PagedAttention = self._layers[layer.layer_id]
         out = attention(query, (keys, values), self.forward_metadata, causal, sinks)
         rows: torch.Tensor = out.flatten(1)
         return rows
 
     forward_extend = forward_decode
+
+    def _prepare(self, layer: Any) -> PagedAttention:
+        """Returns the attention of a layer; CUDA graphs keep the scales of its cache."""
+        if layer.is_cross_attention:
+            raise UnsupportedError("is_cross_attention: expected False, got True")
+        if layer.v_head_dim != layer.head_dim:
+            raise UnsupportedError(
+                f"v_head_dim: expected {layer.head_dim}, as of queries, got {layer.v_head_dim}"
+            )
+        window = (layer.sliding_window_size, 0) if layer.sliding_window_size > -1 else (-1, -1)
+        scales = [1.0, 1.0]
+        if self._pool.dtype == FP8:  # in 16 bits, the scales of a checkpoint are not used
+            # A checkpoint's are tensors, with a number beside them; those of a file are numbers.
+            names = (("k_scale_float", "k_scale"), ("v_scale_float", "v_scale"))
+            scales = [float(getattr(layer, a) or getattr(layer, b) or 1.0) for a, b in names]
+        return PagedAttention(layer.scaling, window, layer.logit_cap, None, *scales)
 
     def _longest(self, batch: Any) -> int:
         lengths = batch.seq_lens_cpu
@@ -182,15 +210,3 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         slots = table[batch.req_pool_indices, : self._longest(batch) : self._page_size]
         pages: torch.Tensor = (slots // self._page_size).int()
         return pages
-
-
-def _check(layer: Any, unknown: dict[str, Any]) -> None:
-    for name, value in unknown.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{name}: expected None; use another attention backend")
-    if layer.is_cross_attention:
-        raise UnsupportedError("is_cross_attention: expected False, got True")
-    if layer.v_head_dim != layer.head_dim:
-        raise UnsupportedError(
-            f"v_head_dim: expected {layer.head_dim}, as of queries, got {layer.v_head_dim}"
-        )

@@ -5,9 +5,10 @@ vLLM loads it through the entry point vllm.general_plugins. Where vLLM takes new
 plugins, CUSTOM: it takes that only if VLLM_PLUGINS names this plugin.
 
 It computes decoder attention over vLLM's pages, with sliding windows, softcap, ALiBi and sinks.
-Rows have the same bits in every batch, in whole and chunked prompts, in decode and prefill.
-Quantised caches, encoders and context parallelism are not supported. The mode is enabled for each
-call, whatever the mode of the process.
+Rows have the same bits in every batch, in whole and chunked prompts, in decode and prefill. A cache
+may be in 8 bits (`--kv-cache-dtype fp8`: e4m3, one scale for the keys of a layer and one for the
+values); other quantised caches, encoders and context parallelism are not supported. The mode is
+enabled for each call, whatever the mode of the process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ..checks.tensors import FP8
 from ..environment import REPAIR_VLLM_NORM, read_flag
 from ..errors import UnsupportedError
 from ..types import Lengths
@@ -34,6 +36,7 @@ from .paged import PagedAttention
 
 NAME = "FLASH_ATTN_DETERMINISTIC"
 _PAGE = 16  # page sizes of the kernels are multiples of this
+_FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's names of float8_e4m3fn; it stores the bytes as uint8
 
 
 def register() -> None:
@@ -83,7 +86,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
     """The properties of this backend, as vLLM queries them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8_NAMES]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -216,7 +219,8 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
     """Computes the attention of one layer; arguments as vLLM passes them.
 
     sliding_window counts the query's own token. With kv_sharing_target_layer_name, the layer reads
-    another one's cache, and writes none. Encoders and unknown arguments raise UnsupportedError.
+    another one's cache, with scales of its own, and writes none. Encoders, other caches than
+    `DeterministicBackend.supported_kv_cache_dtypes` and unknown arguments raise UnsupportedError.
     """
 
     def __init__(
@@ -239,6 +243,9 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         for name, value in unknown.items():
             if value is not None:
                 raise UnsupportedError(f"{name}: expected None; use another attention backend")
+        if kv_cache_dtype not in DeterministicBackend.supported_kv_cache_dtypes:
+            names = ", ".join(DeterministicBackend.supported_kv_cache_dtypes)
+            raise UnsupportedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -246,7 +253,10 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         self.kv_cache_dtype = kv_cache_dtype
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-        self._attention = PagedAttention(self.scale, window, logits_soft_cap or 0.0, slopes)
+        self._arguments = self.scale, window, logits_soft_cap or 0.0, slopes
+        self._attention = PagedAttention(*self._arguments)
+        self._is_fp8 = kv_cache_dtype in _FP8_NAMES
+        self._scales: tuple[float, float] | None = None  # of keys and values in 8 bits
         self._sinks = sinks
         self._writes = kv_sharing_target_layer_name is None
 
@@ -268,11 +278,11 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         or a cache of another shape, raises UnsupportedError.
 
         Args:
-            layer: not used; nor are key and value.
+            layer: has the scales of a cache in 8 bits. key and value are not used.
             query: (tokens, num_heads, head_size), padded.
             key: see layer.
             value: see layer.
-            kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
+            kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size); fp8 also as uint8.
             attn_metadata: the step; None while vLLM measures memory.
             output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size).
             output_scale: None, like output_block_scale.
@@ -282,11 +292,13 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
             raise UnsupportedError("output_scale: expected None; outputs are not quantised")
         if attn_metadata is None:
             return output.fill_(0)
+        if self._is_fp8:
+            self._read_scales(layer)
+            kv_cache = kv_cache.view(FP8)
         tokens = attn_metadata.num_actual_tokens
         pages = self._pages(kv_cache)
         lengths, causal = attn_metadata.lengths, attn_metadata.causal
-        out = self._attention(query[:tokens], pages, lengths, causal, self._sinks)
-        output[:tokens].copy_(out.view_as(output[:tokens]))
+        self._attention(query[:tokens], pages, lengths, causal, self._sinks, output[:tokens])
         return output
 
     def do_kv_cache_update(
@@ -308,14 +320,37 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         if key.is_cuda:
             from vllm._custom_ops import reshape_and_cache_flash
 
+            dtype = self.kv_cache_dtype if self._is_fp8 else "auto"
             scales = (layer._k_scale, layer._v_scale)
-            reshape_and_cache_flash(key, value, pages_k, pages_v, slot_mapping, "auto", *scales)
+            reshape_and_cache_flash(key, value, pages_k, pages_v, slot_mapping, dtype, *scales)
             return
         tokens = (slot_mapping >= 0).nonzero()[:, 0]
         slots = slot_mapping[tokens]
         page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
+        if self._is_fp8:  # as vLLM's kernel: divided in float32, the largest number of e4m3 at most
+            key, value = key.float() / layer._k_scale, value.float() / layer._v_scale
+            key, value = (x.clamp(-448, 448).to(FP8).view(kv_cache.dtype) for x in (key, value))
         pages_k[page, place] = key[tokens]
         pages_v[page, place] = value[tokens]
+
+    def _read_scales(self, layer: Any) -> None:
+        """Reads the scales of a layer's cache, once: graphs are captured with these numbers."""
+        scales = layer._k_scale_float, layer._v_scale_float
+        if scales == self._scales:
+            return
+        if self._scales is not None:
+            raise UnsupportedError(
+                f"_k_scale, _v_scale: expected {self._scales} as in the first step, got {scales}: "
+                "CUDA graphs keep the first ones; start vLLM again after loading other scales"
+            )
+        if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
+            raise UnsupportedError(
+                "_k_scale, _v_scale: expected one number for all heads of a layer, got "
+                f"{layer._k_scale.numel()} and {layer._v_scale.numel()} of them; use another "
+                "attention backend"
+            )
+        self._scales = scales
+        self._attention = PagedAttention(*self._arguments, *scales)
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values as views (pages, page_block_size, num_kv_heads, head_size)."""
@@ -326,5 +361,5 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
                 f"{expected[0]} heads and {self.head_size} of head_size, got "
                 f"{tuple(kv_cache.shape)}; this version of vLLM lays out its cache in another way"
             )
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)  # type: ignore[no-untyped-call, unused-ignore]
+        keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
         return keys, values

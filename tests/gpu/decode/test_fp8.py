@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic import explain
+from flash_attn_deterministic.integrations.paged import PagedAttention
+from flash_attn_deterministic.types import Lengths
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
@@ -173,3 +176,24 @@ def test_scales_and_chunks() -> None:
             parts.append(function(q[:, first:end], *caches, **given, **named))
         joined = (torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts], 2))
         assert_same(whole, joined)
+
+
+def test_scales_of_servers_in_a_graph() -> None:
+    """Numbers there: no tensor is made of them, and the bits are those of the function."""
+    function, q, caches, given = drawn((128, 128), "bf16", 3, (8, 2), "packed-pages")
+    del given["return_attn_probs"]
+    starts = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    sizes = given["max_seqlen_q"], given["max_seqlen_k"]
+    lengths = Lengths(*starts, *sizes, block_table=given["block_table"])
+    attention = PagedAttention(0.05, k_descale=0.371, v_descale=0.013)
+    output = torch.empty_like(q)
+    graph = torch.cuda.CUDAGraph()
+    for context in (nullcontext(), torch.cuda.graph(graph)):
+        with context:
+            attention(q, (caches[0], caches[1]), lengths, True, output=output)
+    output.zero_()
+    graph.replay()
+    given |= {"causal": True, "v_descale": 0.013}
+    assert same_bits(output, function(q, *caches, **given, softmax_scale=0.05 * 0.371))
+    rounded = function(q, *caches, **given, softmax_scale=0.05, k_descale=0.371)
+    torch.testing.assert_close(output, rounded, atol=0.05 * float(rounded.abs().max()), rtol=0.05)

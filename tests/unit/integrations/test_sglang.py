@@ -9,7 +9,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import normal
+from calls import int32, normal
 from flash_attn_deterministic.errors import UnsupportedError
 
 pytest.importorskip("sglang.srt.layers.attention.base_attn_backend")
@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 ours: Any = integration
 dense_func: Any = package.flash_attn_func
+varlen_func: Any = package.flash_attn_varlen_func
 HEADS, HEADS_K, HEAD_DIM, PAGE, LENGTH = 4, 2, 32, 16, 48
 
 
@@ -41,7 +42,12 @@ def test_the_entry_point_adds_the_backend_to_the_lists() -> None:
 class Engine:
     """Two requests, SGLang's pools, and steps of any lengths."""
 
-    def __init__(self, sinks: torch.Tensor | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        sinks: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        **options: Any,
+    ) -> None:
         self.sinks = sinks
         self.layer = RadixAttention(HEADS, HEAD_DIM, 0.2, HEADS_K, 0, **options)
         requests = ReqToTokenPool(2, LENGTH, "cpu", enable_memory_saver=False)
@@ -49,7 +55,7 @@ class Engine:
             slots = torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)
             requests.req_to_token[request, :LENGTH] = slots.flatten()
         self.requests = requests
-        pool = MHATokenToKVPool(9 * PAGE, PAGE, torch.bfloat16, HEADS_K, HEAD_DIM, 1, "cpu", False)
+        pool = MHATokenToKVPool(9 * PAGE, PAGE, dtype, HEADS_K, HEAD_DIM, 1, "cpu", False)
         self.runner = SimpleNamespace(
             page_size=PAGE,
             model_config=SimpleNamespace(context_len=LENGTH),
@@ -121,6 +127,57 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
     assert bits_equal(whole, expected[0])
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("none", id="no-scales"),
+        pytest.param("checkpoint", id="scales-of-a-checkpoint"),
+        pytest.param("file", id="scales-of-a-file"),
+    ],
+)
+def test_caches_in_8_bits(kind: str) -> None:
+    """Steps have the bits of one prefill, and of our function on the pages with their scales."""
+    k_scale, v_scale = (1.0, 1.0) if kind == "none" else (0.0371, 0.013)
+
+    def make() -> Engine:
+        engine = Engine(dtype=torch.float8_e4m3fn, logit_cap=5.0)
+        layer = engine.layer
+        if kind == "checkpoint":  # as SGLang's BaseKVCacheMethod leaves them
+            layer.k_scale, layer.v_scale = torch.tensor(k_scale), torch.tensor(v_scale)
+            layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
+        elif kind == "file":
+            layer.k_scale, layer.v_scale = k_scale, v_scale
+        return engine
+
+    first, engine = make(), make()
+    whole = first.step((1, 0, 40))
+    engine.backend.init_cuda_graph_state(2, 2)
+    parts = [
+        engine.step((1, 0, 17), (2, 0, 5))[:17],
+        engine.step((2, 5, 6), (1, 17, 39))[1:],
+        engine.step((1, 39, 40), (2, 6, 7), graph=True)[:1],
+    ]
+    assert bits_equal(torch.cat(parts), whole)
+    keys, values = (
+        buffer.unflatten(0, (-1, PAGE)) for buffer in first.runner.token_to_kv_pool.get_kv_buffer(0)
+    )
+    lengths = int32(0, 40), int32(0, 40), 40, 40
+    expected = varlen_func(
+        first.q[1, :40],
+        keys,
+        values,
+        *lengths,
+        softmax_scale=0.2 * k_scale,
+        causal=True,
+        softcap=5.0,
+        block_table=int32(3, 1, 7)[None],
+        v_descale=v_scale,
+    )
+    assert bits_equal(whole, expected)
+    pages = keys[[3, 1, 7]].flatten(0, 1)[:40].float() * k_scale
+    assert (pages - first.k[1, :40].float()).abs().max() < 0.13 * pages.abs().max()
+
+
 def test_replays_read_where_the_capture_read() -> None:
     engine = Engine()
     engine.backend.init_cuda_graph_state(2, 2)
@@ -137,6 +194,13 @@ def test_what_it_does_not_support_is_refused() -> None:
     engine = Engine()
     engine.runner.page_size = 1
     with pytest.raises(UnsupportedError, match="--page-size: expected a multiple of 16, got 1"):
+        ours.DeterministicBackend(engine.runner)
+    for dtype in (torch.float8_e5m2, torch.float32):
+        with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype: .* got a pool in {dtype}"):
+            Engine(dtype=dtype)
+    engine.runner.page_size = PAGE
+    engine.runner.token_to_kv_pool.k_scale_buffer = [torch.ones(1)]
+    with pytest.raises(UnsupportedError, match=r"--kv-cache-dtype: .* with scales of blocks"):
         ours.DeterministicBackend(engine.runner)
     verify = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, spec_info=None)
     with pytest.raises(UnsupportedError, match="forward_mode: expected prefill or decode"):

@@ -20,11 +20,13 @@ pytest.importorskip("vllm.v1.attention.backend")
 from flash_attn_deterministic.integrations import vllm as integration
 from flash_attn_deterministic.verify import vllm as verify
 from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.v1.attention import backend as base
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 ours: Any = integration
 dense_func: Any = package.flash_attn_func
+varlen_func: Any = package.flash_attn_varlen_func
 HEADS, HEADS_K, HEAD_SIZE, PAGE = 4, 2, 32, 16
 
 
@@ -91,18 +93,39 @@ def configuration(**changes: Any) -> list[str]:
 def test_vllm_accepts_it_for_batch_invariance() -> None:
     assert configuration() == []
     assert configuration(has_sink=True) == []
-    assert configuration(kv_cache_dtype="fp8")
+    assert configuration(kv_cache_dtype="fp8") == []
+    assert configuration(kv_cache_dtype="fp8_e4m3") == []
+    assert configuration(kv_cache_dtype="fp8_e5m2")
+    assert configuration(kv_cache_dtype="fp8", use_per_head_quant_scales=True)
+    assert not ours.DeterministicImpl.supports_quant_query_input
     assert configuration(head_size=512)
     assert configuration(attn_type="encoder")
     assert configuration(device_capability=(7, 5))
 
 
+class Layer(torch.nn.Module):
+    """vLLM's scales of a layer."""
+
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+
+    def __init__(self, k_scale: float, v_scale: float) -> None:
+        super().__init__()
+        set_default_quant_scales(self, register_buffer=True)
+        self._k_scale.fill_(k_scale)
+        self._v_scale.fill_(v_scale)
+        self._k_scale_float, self._v_scale_float = k_scale, v_scale
+
+
 class Engine:
     """Two requests, their pages, and steps of any lengths."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, layer: Layer | None = None, **options: Any) -> None:
+        self.layer = layer
         self.impl = ours.DeterministicImpl(HEADS, HEAD_SIZE, 0.2, HEADS_K, **options)
         self.cache = torch.full((9, HEADS_K, PAGE, 2 * HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
+        if layer is not None:
+            self.cache = torch.full(self.cache.shape, 0x7F, dtype=torch.uint8)  # NaN
         self.table = torch.tensor([[3, 1, 7], [2, 8, 5]], dtype=torch.int32)
         self.q = normal(2, 40, HEADS, HEAD_SIZE, seed=0)
         self.k, self.v = (normal(2, 40, HEADS_K, HEAD_SIZE, seed=seed) for seed in (1, 2))
@@ -137,10 +160,10 @@ class Engine:
         output = torch.empty(tokens + 3, HEADS * HEAD_SIZE, dtype=torch.bfloat16)
         slot_mapping = torch.tensor([*slots, -1])  # the last is padding
         before = self.cache.clone()
-        self.impl.do_kv_cache_update(None, k, v, self.cache, slot_mapping)
-        written = (before.view(torch.int16) != self.cache.view(torch.int16)).any((1, 3))
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, slot_mapping)
+        written = (before.view(torch.uint8) != self.cache.view(torch.uint8)).any((1, 3))
         assert set(written.flatten().nonzero()[:, 0].tolist()) <= set(slots)
-        returned = self.impl.forward(None, q, k, v, self.cache, metadata, output)
+        returned = self.impl.forward(self.layer, q, k, v, self.cache, metadata, output)
         assert returned is output
         found: torch.Tensor = output[:tokens].view(tokens, HEADS, HEAD_SIZE)
         return found
@@ -177,6 +200,60 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
         learnable_sink=options.get("sinks"),
     )
     assert bits_equal(whole, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"),
+    [pytest.param(1.0, 1.0, id="no-scales"), pytest.param(0.0371, 0.013, id="scales")],
+)
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_caches_in_8_bits(name: str, k_scale: float, v_scale: float) -> None:
+    """Steps have the bits of one prefill, and of our function on the pages with their scales."""
+    layer = Layer(k_scale, v_scale)
+    options: dict[str, Any] = {"kv_cache_dtype": name, "logits_soft_cap": 5.0}
+    first, engine = Engine(layer, **options), Engine(layer, **options)
+    engine.k[..., :4] *= 2000  # some are beyond the largest number of the format
+    first.k = engine.k
+    whole = first.step((0, 0, 40))
+    parts = [
+        engine.step((0, 0, 17), (1, 0, 5))[:17],
+        engine.step((1, 5, 6), (0, 17, 39))[1:],
+        engine.step((0, 39, 40), (1, 6, 9))[:1],
+    ]
+    assert bits_equal(torch.cat(parts), whole)
+    keys, values = first.cache.view(torch.float8_e4m3fn).transpose(1, 2).chunk(2, -1)
+    lengths = int32(0, 40), int32(0, 40), 40, 40
+    expected = varlen_func(
+        first.q[0],
+        keys,
+        values,
+        *lengths,
+        softmax_scale=0.2 * k_scale,
+        causal=True,
+        softcap=5.0,
+        block_table=first.table[:1],
+        v_descale=v_scale,
+    )
+    assert bits_equal(whole, expected)
+    pages = keys[first.table[0].long()].flatten(0, 1)[:40].float() * k_scale
+    allowed = 448 * k_scale
+    error = (pages - first.k[0].float().clamp(-allowed, allowed)).abs()
+    assert (error <= pages.abs() / 16 + k_scale / 1024).all()
+
+
+def test_scales_that_cannot_be_used_are_refused() -> None:
+    engine = Engine(Layer(0.5, 1.0), kv_cache_dtype="fp8")
+    engine.step((0, 0, 4))
+    engine.layer = Layer(0.25, 1.0)
+    with pytest.raises(UnsupportedError, match=r"expected \(0.5, 1.0\) .* got \(0.25, 1.0\)"):
+        engine.step((0, 4, 5))
+    layer = Layer(1.0, 1.0)
+    layer._k_scale = torch.ones(HEADS_K, 1)
+    with pytest.raises(UnsupportedError, match="one number for all heads of a layer, got 2 and 1"):
+        Engine(layer, kv_cache_dtype="fp8").step((0, 0, 4))
+    for name in ("fp8_e5m2", "fp8_per_token_head"):
+        with pytest.raises(UnsupportedError, match=f"kv_cache_dtype: expected .* got {name}"):
+            Engine(kv_cache_dtype=name)
 
 
 def test_mode_of_the_process_has_no_effect() -> None:
