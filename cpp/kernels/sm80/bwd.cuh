@@ -125,20 +125,24 @@ void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 
 // Plain and causal calls have kernels of their own, with and without turns; all others share one
 // that masks by numbers, and takes turns. That for softcap looks whether there is dropout, too: a
-// kernel for both together would add 56 KB for each head dim and dtype.
+// kernel for both together adds 56 KB for each head dim and dtype. At head dim 64 there is one, as
+// looking takes softcap alone an eighth of its time.
 template <typename TileTraits>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using InTurns = BwdTraits<TileTraits, true>;
   using Alone = BwdTraits<TileTraits, false>;
   const Features features = features_of(params);
   const bool alone = !params.in_turns;
+  constexpr bool kLooks = TileTraits::kHeadDim != 64;
+  constexpr Features kBoth = kSoftcap | kDropout;
   auto loop =
       features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
                              : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
       : features == kCausal
           ? (alone ? &launch_bwd_loop<Alone, Masking::kCausal, false, false, true>
                    : &launch_bwd_loop<InTurns, Masking::kCausal, false, false, true>)
-      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, true, false>
+      : (features & kBoth) == kBoth ? &launch_bwd_loop<InTurns, Masking::kLocal, true, true, false>
+      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, kLooks, false>
       : (features & kDropout) != 0
           ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
           : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;

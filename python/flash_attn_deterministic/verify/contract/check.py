@@ -195,6 +195,12 @@ def usable(device: str) -> bool:
     return True
 
 
+def _described(option: Any) -> Any:
+    if isinstance(option, torch.Tensor):
+        return f"drawn, {tuple(option.shape)}"
+    return list(option) if isinstance(option, tuple) else option
+
+
 def _counter_example(check: Check, case: Case, size: Size, error: Exception) -> dict[str, Any]:
     """Returns a case that failed as docs/verification.schema.json has it: it can be drawn again."""
     example: dict[str, Any] = {
@@ -212,10 +218,8 @@ def _counter_example(check: Check, case: Case, size: Size, error: Exception) -> 
     }
     if isinstance(error, Mismatch):
         call = error.call
-        options = {n: list(v) if isinstance(v, tuple) else v for n, v in call.options.items()}
-        for name, drawn in (("alibi_slopes", call.slopes), ("learnable_sink", call.sinks)):
-            if drawn is not None:
-                options[name] = f"drawn, {tuple(drawn.shape)}"
+        given = call.keywords if call.slopes is not None else call.options
+        options = {name: _described(value) for name, value in given.items()}
         shapes = {name: list(getattr(call, name).shape) for name in ("q", "k", "v")}
         example |= {"what": error.what[:2000], "tensor": error.tensor}
         example |= {"shapes": shapes, "options": options}
