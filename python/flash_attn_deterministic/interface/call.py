@@ -200,6 +200,8 @@ def completed(call: Call, pads: bool) -> Call:
             )
         if changed["rng_state"] is None:
             changed["rng_state"] = draw_rng_state(first.device)
+    elif "rng_state" in changed:  # seeds that have been checked, and drop nothing
+        changed["rng_state"] = None
     if pads:
         for name in ("q", "k", "v", "qkv", "k_cache", "v_cache"):
             if changed.get(name) is not None:

@@ -14,7 +14,7 @@ from flash_attn_deterministic.interface.call import draw_rng_state
 from flash_attn_deterministic.reference.dropout import keep_mask
 from flash_attn_deterministic.verify.bounds import kept_of_seeds
 from flash_attn_deterministic.verify.contract import layouts
-from flash_attn_deterministic.verify.contract.call import Attention, Call, part
+from flash_attn_deterministic.verify.contract.call import Attention, Call, Tensors, part
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -217,6 +217,11 @@ def test_bits_follow_the_seeds_alone(config: tuple[int, str], feature: str) -> N
     """Not the place in the batch, its size, the packing, or torch's generator."""
     call = seeded(draw_call(*config, feature, batch=4, nheads=12, nheads_k=4))
     call = call.with_options(split_size=128)
+
+    def of_kernels(one: Call) -> Tensors:
+        # Probabilities come from torch's product, whose bits depend on the batch.
+        return {name: tensor for name, tensor in results(one).items() if name != "probs"}
+
     before = torch.cuda.get_rng_state()
     together = results(replace(call, attention=Attention.installed()))
     assert torch.equal(torch.cuda.get_rng_state(), before)
@@ -226,11 +231,13 @@ def test_bits_follow_the_seeds_alone(config: tuple[int, str], feature: str) -> N
     other = results(call.with_options(dropout_seeds=call.options["dropout_seeds"] + 1))
     assert not any(same_bits(other[name], together[name]) for name in ("out", *GRADIENTS))
     for index in ([0], [3], [2, 0, 1]):
-        assert_same_results(results(call.sequences(index)), part(together, b=index))
+        fewer = of_kernels(call.sequences(index))
+        assert_same_results(fewer, part({name: together[name] for name in fewer}, b=index))
     for gradients in (False, True):
         packed = layouts.packed(call, [333, 40, 1, 200], [333, 70, 333, 9], gradients=gradients)
         for one, own in packed.parts:
-            assert_same_results(own, {name: results(one)[name] for name in own})
+            alone = of_kernels(one)
+            assert_same_results({name: own[name] for name in own if name in alone}, alone)
 
 
 def test_replay_of_a_cuda_graph_reads_the_seeds_of_then() -> None:
