@@ -220,6 +220,14 @@ def test_seeds_without_dropout_have_no_effect(name: str) -> None:
     assert bits_equal(call(dropout_seeds=_seeds_of(call)), call())
 
 
+def test_seeds_without_dropout_are_not_kept_for_the_backward() -> None:
+    q, k, v = (x.requires_grad_() for x in make_inputs(2, 9, 17, 2, 2, 32))
+    seeds = torch.tensor([1, 2])
+    out = flash_attn_func(q, k, v, dropout_seeds=seeds)
+    seeds.add_(1)
+    out.sum().backward()
+
+
 def test_a_seed_is_the_state_of_a_sequence_alone() -> None:
     q, k, v = make_inputs(1, 40, 70, 4, 2, 32)
     out, _, probs = flash_attn_func(
