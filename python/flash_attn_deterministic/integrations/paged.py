@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from ..errors import ArgumentError
 from ..interface.call import as_sink, resolve_options
 from ..mode import deterministic_mode
 from ..ops.autograd import run
@@ -16,6 +19,7 @@ class PagedAttention:
 
     What is the same in all its calls is found once, to save time. k_descale and v_descale are
     numbers, kept by CUDA graphs; k_descale becomes a factor of softmax_scale, and rounds no query.
+    One that is not positive and finite raises ArgumentError.
     """
 
     def __init__(
@@ -27,6 +31,11 @@ class PagedAttention:
         k_descale: float = 1.0,
         v_descale: float = 1.0,
     ) -> None:
+        for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
+            if not (scale > 0 and math.isfinite(scale)):
+                raise ArgumentError(
+                    f"{name}: expected a positive, finite scale of the layer's cache, got {scale}"
+                )
         self._numbers = softmax_scale * k_descale, window_size, softcap
         self._v_descale = v_descale
         self._slopes = alibi_slopes

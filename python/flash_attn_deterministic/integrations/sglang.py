@@ -197,7 +197,8 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         if self._pool.dtype == FP8:  # in 16 bits, the scales of a checkpoint are not used
             # A checkpoint's are tensors, with a number beside them; those of a file are numbers.
             names = (("k_scale_float", "k_scale"), ("v_scale_float", "v_scale"))
-            scales = [float(getattr(layer, a) or getattr(layer, b) or 1.0) for a, b in names]
+            given = [[getattr(layer, name) for name in pair] for pair in names]
+            scales = [float(next((x for x in pair if x is not None), 1.0)) for pair in given]
         return PagedAttention(layer.scaling, window, layer.logit_cap, None, *scales)
 
     def _longest(self, batch: Any) -> int:

@@ -52,3 +52,10 @@ def test_bits_are_those_of_the_function(
         **dict(zip(("k_descale", "v_descale"), scales, strict=False)),
     )
     assert bits_equal(found.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_scale_that_is_none_is_named(name: str, scale: float) -> None:
+    with pytest.raises(package.ArgumentError, match=f"{name}: expected a positive"):
+        PagedAttention(0.3, **{name: scale})
