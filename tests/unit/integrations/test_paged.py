@@ -58,4 +58,8 @@ def test_bits_are_those_of_the_function(
 @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
 def test_a_scale_that_is_none_is_named(name: str, scale: float) -> None:
     with pytest.raises(package.ArgumentError, match=f"{name}: expected a positive"):
-        PagedAttention(0.3, **{name: scale})
+        PagedAttention(
+            0.3,
+            k_descale=scale if name == "k_descale" else 1.0,
+            v_descale=scale if name == "v_descale" else 1.0,
+        )
