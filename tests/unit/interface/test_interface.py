@@ -84,10 +84,10 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     },
 }
 OURS = {
-    "flash_attn_func": ["split_size", "learnable_sink", "return_max_logits"],
+    "flash_attn_func": ["split_size", "learnable_sink", "return_max_logits", "dropout_seeds"],
     "flash_attn_varlen_func": [
         *("seqused_k", "leftpad_k", "split_size", "learnable_sink", "return_max_logits"),
-        *("k_descale", "v_descale"),
+        *("k_descale", "v_descale", "dropout_seeds"),
     ],
     "flash_attn_with_kvcache": ["split_size", "learnable_sink", "k_descale", "v_descale"],
 }
@@ -99,7 +99,7 @@ def test_signature_is_that_of_flash_attn(name: str) -> None:
     positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [(p.name, p.default) for p in positional] == list(UPSTREAM[name].items())
     ours = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert [p.name for p in ours] == OURS.get(name, ["split_size"])
+    assert [p.name for p in ours] == OURS.get(name, ["split_size", "dropout_seeds"])
     assert all(p.default is (False if p.name.startswith("return_") else None) for p in ours)
     assert len(parameters) == len(positional) + len(ours)
 
