@@ -111,9 +111,9 @@ def flash_attn_func(
         dropout_seeds: (batch,), int64, on the device of q: the seed of each sequence, any 64 bits.
             Its mask then depends on its own seed, the head's index and the positions of query and
             key, not on the index in the batch, and torch's generator is not used. Sequences of one
-            seed have one mask. The backward reads the seeds again: a change in place before it is
-            an error. With dropout_p 0.0 they are checked, and have no effect. None: as dropout_p
-            says.
+            seed have one mask. The backward reads them again (a copy, where they are not
+            contiguous): a change in place before it is an error. With dropout_p 0.0 they are
+            checked, and have no effect. None: as dropout_p says.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of

@@ -14,7 +14,8 @@ from flash_attn_deterministic.interface.call import draw_rng_state
 from flash_attn_deterministic.reference.dropout import keep_mask
 from flash_attn_deterministic.verify.bounds import kept_of_seeds
 from flash_attn_deterministic.verify.contract import layouts
-from flash_attn_deterministic.verify.contract.call import Attention, Call, Tensors, part
+from flash_attn_deterministic.verify.contract.backward import without_probs
+from flash_attn_deterministic.verify.contract.call import Attention, Call, part
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.exact import Definition
 
@@ -97,25 +98,39 @@ def mask_of_backward(call: Call) -> torch.Tensor:
     return torch.cat(parts, -1)[..., : call.q.shape[1]].transpose(2, 3)
 
 
-@pairwise(
+EACH_MASK = pairwise(
     config=named(CONFIGS),
     feature=DROPOUT_FEATURES,
     lengths={"keys": (130, 400), "rows": (200, 77), "one-row": (1, 300)},
     split_size=(64, 128, 0),
     path=PATHS,
 )
-def test_mask(
-    config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int, path: str
-) -> None:
+
+
+def draw_uniform(
+    config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int
+) -> Call:
     seqlen_q, seqlen_k = lengths
     call = draw_call(*config, feature, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads_k=4)
-    call = uniform(call).with_options(split_size=split_size)
+    return uniform(call).with_options(split_size=split_size)
+
+
+def assert_mask(call: Call, keeps: torch.Tensor, path: str) -> None:
+    """Asserts that forward and backward keep these weights, where the mask of keys shows them."""
     masks = {n: call.options[n] for n in ("causal", "window_size") if n in call.options}
     exact = Definition(**masks)
     visible = mask_of_forward(call, lambda one: exact.forward(one.q, one.k, one.v).out)
     with device_override(path):
-        assert torch.equal(mask_of_forward(call), kept(call) & visible)
-        assert torch.equal(mask_of_backward(call), kept(call) & visible)
+        assert torch.equal(mask_of_forward(call), keeps & visible)
+        assert torch.equal(mask_of_backward(call), keeps & visible)
+
+
+@EACH_MASK
+def test_mask(
+    config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int, path: str
+) -> None:
+    call = draw_uniform(config, feature, lengths, split_size)
+    assert_mask(call, kept(call), path)
 
 
 @pairwise(config=named(CONFIGS), feature=DROPOUT_FEATURES)
@@ -190,26 +205,12 @@ def seeded(call: Call) -> Call:
     return call.with_options(dropout_seeds=seeds)
 
 
-@pairwise(
-    config=named(CONFIGS),
-    feature=DROPOUT_FEATURES,
-    lengths={"keys": (130, 400), "rows": (200, 77), "one-row": (1, 300)},
-    split_size=(64, 128, 0),
-    path=PATHS,
-)
+@EACH_MASK
 def test_mask_of_seeds(
     config: tuple[int, str], feature: str, lengths: tuple[int, int], split_size: int, path: str
 ) -> None:
-    seqlen_q, seqlen_k = lengths
-    call = draw_call(*config, feature, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads_k=4)
-    call = seeded(uniform(call).with_options(split_size=split_size))
-    masks = {n: call.options[n] for n in ("causal", "window_size") if n in call.options}
-    exact = Definition(**masks)
-    visible = mask_of_forward(call, lambda one: exact.forward(one.q, one.k, one.v).out)
-    expected = kept_of_seeds(call) & visible
-    with device_override(path):
-        assert torch.equal(mask_of_forward(call), expected)
-        assert torch.equal(mask_of_backward(call), expected)
+    call = seeded(draw_uniform(config, feature, lengths, split_size))
+    assert_mask(call, kept_of_seeds(call), path)
 
 
 @pairwise(config=named(CONFIGS), feature=DROPOUT_FEATURES)
@@ -217,11 +218,6 @@ def test_bits_follow_the_seeds_alone(config: tuple[int, str], feature: str) -> N
     """Not the place in the batch, its size, the packing, or torch's generator."""
     call = seeded(draw_call(*config, feature, batch=4, nheads=12, nheads_k=4))
     call = call.with_options(split_size=128)
-
-    def of_kernels(one: Call) -> Tensors:
-        # Probabilities come from torch's product, whose bits depend on the batch.
-        return {name: tensor for name, tensor in results(one).items() if name != "probs"}
-
     before = torch.cuda.get_rng_state()
     together = results(replace(call, attention=Attention.installed()))
     assert torch.equal(torch.cuda.get_rng_state(), before)
@@ -231,14 +227,13 @@ def test_bits_follow_the_seeds_alone(config: tuple[int, str], feature: str) -> N
     other = results(call.with_options(dropout_seeds=call.options["dropout_seeds"] + 1))
     assert not any(same_bits(other[name], together[name]) for name in ("out", *GRADIENTS))
     for index in ([0], [3], [2, 0, 1]):
-        fewer = of_kernels(call.sequences(index))
-        assert_same_results(fewer, part({name: together[name] for name in fewer}, b=index))
+        fewer = without_probs(results(call.sequences(index)))
+        assert_same_results(fewer, part(without_probs(together), b=index))
     for gradients in (False, True):
         packed = layouts.packed(call, [333, 40, 1, 200], [333, 70, 333, 9], gradients=gradients)
         for one, own in packed.parts:
-            alone = of_kernels(one)
-            names = [name for name in own if name in alone]
-            assert_same_results(*({name: x[name] for name in names} for x in (own, alone)))
+            alone, packed_alike = results(one), without_probs(own)
+            assert_same_results(packed_alike, {name: alone[name] for name in packed_alike})
 
 
 def test_replay_of_a_cuda_graph_reads_the_seeds_of_then() -> None:

@@ -121,7 +121,8 @@ def test_dropout_follows_seeds_of_sequences() -> None:
         assert same(found, {name: x[index] for name, x in result.items()})
     packed = layouts.packed(call, [20, 7, 1], [37, 37, 12], gradients=True).parts
     for one, own in packed:
-        assert same(own, {name: {**one(), **one.gradients()}[name] for name in own})
+        alone = {**one(), **one.gradients()}
+        assert same(own, {name: alone[name] for name in own})
 
 
 # --- The tests can fail -------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def dropout_seeds(case: Case, attention: Attention, size: Size) -> None:
     call = call.with_options(dropout_p=DROPOUT_P, dropout_seeds=seeds)
 
     def results(one: Call) -> Tensors:
-        return _without_probs({**one(), **one.gradients()})
+        return without_probs({**one(), **one.gradients()})
 
     together = results(call)
     other = results(call.with_options(dropout_seeds=seeds + 1))
@@ -127,10 +127,9 @@ def dropout_seeds(case: Case, attention: Attention, size: Size) -> None:
     lengths = [seqlen_q, max(1, seqlen_q // 2), 1], [seqlen_k, seqlen_k, seqlen_k // 3]
     for one, own in layouts.packed(call, *lengths, gradients=True).parts:
         what = f"{one.q.shape[1]} queries and {one.k.shape[1]} keys, packed, against dense"
-        given = _without_probs(own)
-        expect_same(one, what, given, {name: results(one)[name] for name in given})
+        expect_same(one, what, without_probs(own), results(one))
 
 
-def _without_probs(results: Tensors) -> Tensors:
+def without_probs(results: Tensors) -> Tensors:
     """Returns the others: these come from torch's product, whose bits depend on the batch."""
     return {name: tensor for name, tensor in results.items() if name != "probs"}
