@@ -193,7 +193,8 @@ def _prepared(given: dict[str, Any]) -> Call:
         lengths = Lengths(*(given.get(name) for name in Lengths._fields))  # type: ignore[arg-type]
     options = given["dropout_p"], *numbers, given["deterministic"]
     with_max = as_flag("return_max_logits", given.get("return_max_logits", False))
-    rng_state = steps.as_rng_state(given.get("dropout_seeds"))
+    seeds = given.get("dropout_seeds")
+    rng_state = None if seeds is None else steps.as_rng_state(seeds)
     return steps.prepare(inputs, lengths, options, slopes, sink, with_max, rng_state)[-1]
 
 

@@ -90,7 +90,7 @@ def attend(
     with_max = return_max_logits
     if with_max is not False:
         with_max = numbers.as_flag("return_max_logits", return_max_logits)
-    seeds = as_rng_state(dropout_seeds)
+    seeds = None if dropout_seeds is None else as_rng_state(dropout_seeds)
     prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max, seeds)
     inputs, lengths, head_dim, options, call = prepared
     k_descale, v_descale = descales
@@ -175,10 +175,8 @@ def as_sink(learnable_sink: Any) -> Any:
     return learnable_sink
 
 
-def as_rng_state(dropout_seeds: Any) -> torch.Tensor | None:
+def as_rng_state(dropout_seeds: Any) -> torch.Tensor:
     """Returns seeds as the op takes them, a row for each sequence; no vector raises."""
-    if dropout_seeds is None:
-        return None
     check_tensor("dropout_seeds", dropout_seeds, "a torch.Tensor or None")
     if dropout_seeds.dim() != 1:
         raise ArgumentError(
