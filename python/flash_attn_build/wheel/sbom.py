@@ -7,7 +7,6 @@ wheel's files. Viewers draw the graph from the wheel down.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib.metadata
 import json
@@ -27,10 +26,44 @@ from .archive import Date
 
 NAME = "flash-attn-deterministic"
 FILE_NAME = f"{NAME}.cdx.json"
-# What it says of everything but versions, hashes and package URLs' last part.
-TEMPLATE = json.loads(Path(__file__).with_name("sbom.json").read_text(encoding="utf-8"))
-# Code of others that the linker and compiler of a machine put into the library.
-LINKED = tuple(row["name"] for row in TEMPLATE["components"][2:])
+LICENCE = "BSD-3-Clause AND MIT AND LGPL-2.1-or-later AND LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
+# Code of others in the library: its licence, its package URL but for the version, and what it is.
+CODE = {
+    "flash-attn": (
+        "BSD-3-Clause",
+        "pkg:pypi/flash-attn@",
+        "Device code of its source distribution, whose sha256 this is, with our patches.",
+    ),
+    "CUTLASS": (
+        "BSD-3-Clause",
+        "pkg:github/nvidia/cutlass@v",
+        "Header templates from the source distribution of flash-attn, whose sha256 this is.",
+    ),
+    "CUDA Runtime (static)": (
+        "LicenseRef-NVIDIA-CUDA-Toolkit-EULA",
+        "",
+        "libcudart_static.a, whose sha256 this is, linked into the library.",
+    ),
+    "Zig runtime libraries": (
+        "MIT",
+        "pkg:pypi/ziglang@",
+        "compiler_rt and ubsan_rt, from which the linker takes what it lacks. "
+        "The hash is over their sources in the package ziglang.",
+    ),
+    "glibc (libc_nonshared.a)": (
+        "LGPL-2.1-or-later",
+        "",
+        "The few functions that glibc's licence lets programs link statically; "
+        "the rest is the system's. The hash is over their sources in the package ziglang.",
+    ),
+    "torch headers of the stable ABI": (
+        "BSD-3-Clause",
+        "",
+        "Inline functions. The hash is over torch/csrc/stable and torch/headeronly. "
+        "The libraries of torch are not in the wheel.",
+    ),
+}
+LINKED = tuple(CODE)[2:]  # what the linker and compiler of a machine put into the library
 # The source distribution holds a copy of CUTLASS, and says its version in a header only
 # (csrc/cutlass/include/cutlass/version.h).
 CUTLASS_IN = {"2.8.3.post2": "4.0.0"}
@@ -90,7 +123,7 @@ def describe(
 
     `info` is the build information in the wheel, `library` its `_C.so`, `date` that of its files.
     """
-    bill, upstream = copy.deepcopy(TEMPLATE), info["upstream"]
+    upstream = info["upstream"]
     release, sha256 = upstream["version"], upstream["sha256"]
     if release not in CUTLASS_IN:
         raise BuildError(
@@ -101,25 +134,32 @@ def describe(
     # The build itself puts the licences of these two into the package.
     held = [Component("flash-attn", release, sha256)]
     held += [Component("CUTLASS", CUTLASS_IN[release], sha256), *components]
-    rows = bill["components"]
-    for row, component in zip(rows, held, strict=True):
-        row["version"], row["hashes"] = component.version, _hashes(component.sha256)
-        if "purl" in row:
-            row["purl"] += component.version
-        row["bom-ref"] = row.get("purl", row["name"])
+    rows = [_row(component) for component in held]
     rows[0]["properties"] = [
         {"name": f"{NAME}:patch:{patch['name']}", "value": patch["sha256"]}
         for patch in upstream["patches"]
     ]
-    ours = bill["metadata"]["component"]
-    ours["version"], ours["purl"] = version, ours["purl"] + version
-    ours["bom-ref"] = ours["purl"]
-    ours["components"][0]["hashes"] = _hashes(hashlib.sha256(library).hexdigest())
-    bill["metadata"]["timestamp"] = f"{datetime(*date).isoformat()}+00:00"
-    bill["dependencies"] = [
-        {"ref": ours["purl"], "dependsOn": [row["bom-ref"] for row in rows]},
-        {"ref": rows[0]["bom-ref"], "dependsOn": [rows[1]["bom-ref"]]},  # CUTLASS
-    ]
+    purl, library_name = f"pkg:pypi/{NAME}@{version}", "flash_attn_deterministic/_C.so"
+    file = {"bom-ref": library_name, "type": "file", "name": library_name,
+            "hashes": _hashes(hashlib.sha256(library).hexdigest())}  # fmt: skip
+    bill = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "timestamp": f"{datetime(*date).isoformat()}+00:00",
+            "component": {
+                "bom-ref": purl, "type": "library", "name": NAME, "version": version, "purl": purl,
+                "licenses": [{"expression": LICENCE}], "components": [file],
+            },
+        },
+        "components": rows,
+        "dependencies": [
+            {"ref": purl, "dependsOn": [row["bom-ref"] for row in rows]},
+            {"ref": rows[0]["bom-ref"], "dependsOn": [rows[1]["bom-ref"]]},  # CUTLASS
+        ],
+    }  # fmt: skip
     bill["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(bill))}"
     return (json.dumps(bill, indent=2) + "\n").encode()
 
@@ -131,8 +171,8 @@ def problems(
     wrong = f"{FILE_NAME}: is not the one of this library, upstream, patches, version and date"
     try:
         components = tuple(
-            Component(row["name"], row["version"], row["hashes"][0]["content"])
-            for row in json.loads(data)["components"][2:]
+            Component(name, row["version"], row["hashes"][0]["content"])
+            for name, row in zip(LINKED, json.loads(data)["components"][2:], strict=True)
         )
         if data != describe(version, info, library, components, date):
             yield wrong
@@ -142,6 +182,17 @@ def problems(
     for each in components:
         if not re.fullmatch(r"[0-9a-f]{64}", str(each.sha256)) or not each.version:
             yield f"{FILE_NAME}: {each.name} has no version or no hash"
+
+
+def _row(component: Component) -> dict[str, Any]:
+    licence, purl, description = CODE[component.name]
+    purl += component.version if purl else ""
+    return {
+        "bom-ref": purl or component.name, "type": "library", "name": component.name,
+        "version": component.version, "description": description, "scope": "required",
+        "hashes": _hashes(component.sha256), "licenses": [{"expression": licence}],
+        **({"purl": purl} if purl else {}),
+    }  # fmt: skip
 
 
 def _hashes(sha256: str) -> list[dict[str, str]]:
