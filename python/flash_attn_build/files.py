@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]  # of the source tree
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BufferedWriter]:
-    """Opens a temporary file beside a path; it takes the path's place if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            yield file
-        os.chmod(name, 0o644)  # mkstemp's 0600 would keep other users out
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -41,10 +25,17 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         made.rename(path)
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
+        (made := Path(work, "new")).write_bytes(data)
+        made.replace(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file, whole or not at all."""
-    with replacing(path) as file:
-        file.write(text.encode())
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -117,7 +117,6 @@ def build(request: Request) -> Path:
         }
         text = manifest.describe(wheel, info, units, settings, tools, places, cost)
         files.write_json(manifest.path_of(wheel), text)
-        wheel.chmod(0o644)
         final = put(wheel, request.out_dir)
     _say(
         f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "

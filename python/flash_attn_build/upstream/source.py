@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from ..errors import RefusedError, SettingError, ToolchainError
-from ..files import replacing, sha256_of
+from ..files import sha256_of, write_bytes
 from .pin import Pin
 
 SOURCE_VARIABLE = "FLASH_ATTENTION_SOURCE"
@@ -48,8 +48,8 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
             print(f"warning: {path}: damaged; fetching it again", file=sys.stderr)
         from . import fetch  # what is there already needs no unearth
 
-        with tempfile.TemporaryDirectory() as folder, replacing(path) as out:
-            out.write(fetch.download(pin, Path(folder)).read_bytes())
+        with tempfile.TemporaryDirectory() as folder:
+            write_bytes(path, fetch.download(pin, Path(folder)).read_bytes())
     except ImportError as error:
         raise ToolchainError(f"{error}: `python -m pip install unearth`") from error
     except OSError as error:
