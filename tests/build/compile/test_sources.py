@@ -34,12 +34,3 @@ def test_bytes_that_move_to_the_next_file_and_names_show_in_their_part_alone(tre
     kernel.rename(kernel.with_name("bwd.cu.in"))
     for one, other in ((before, after), (after, sources.digests(tree))):
         assert [part for part in one if one[part] != other[part]] == ["cpp"]
-
-
-def test_a_tree_that_lacks_a_part(tree: Path) -> None:
-    for part in sources.PARTS:
-        path = tree / part
-        kept = path.rename(tree / "kept")
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            sources.digests(tree)
-        kept.rename(path)
