@@ -100,16 +100,6 @@ def test_the_wheel_that_is_meant(sessions: ModuleType, tmp_path: Path) -> None:
         sessions.the_wheel(Session(), "dist")
 
 
-def test_each_verification_has_a_folder_of_its_own(sessions: ModuleType, tmp_path: Path) -> None:
-    put(tmp_path, "a.whl")
-    for expected in ("1", "2", "10"):
-        session = Session()
-        sessions.run_verify(session, tmp_path / "a.whl")
-        command = session.commands[-1]
-        assert Path(command[command.index("--out") + 1]) == tmp_path / "verification" / expected
-        (tmp_path / "verification" / ("9" if expected == "2" else "x")).mkdir(exist_ok=True)
-
-
 def installs(session: Session) -> list[str]:
     """Names of the locks that were installed; all by hash."""
     commands = [command for command in session.commands if command[0] == "install"]
@@ -226,6 +216,7 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
         monkeypatch.setenv(name, "")
     names = [f"a-0.1.0{n}-py3-none-manylinux_{MACHINE}.whl" for n in ("", "+cu12")]
     put(tmp_path / "dist", *names, f"a-0.1.0-py3-none-manylinux_{OTHER}.whl")
+    put(tmp_path / "dist" / "verification", "9/x", "x/x")  # each run has a folder of its own
     session = Session()
     sessions.verify(session)
     assert [session.options["env"].get(name, "kept") for name in options] == [None] * 4
@@ -233,7 +224,7 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
     assert [Path(path).name for path in verified] == names
     tests = [command for command in session.commands if command[:2] == ("pytest", "tests/gpu")]
     assert [command[-1] for command in tests] == [
-        f"--junit-xml={tmp_path}/dist/verification/{run}/gpu-tests.xml" for run in (1, 2)
+        f"--junit-xml={tmp_path}/dist/verification/{run}/gpu-tests.xml" for run in (10, 11)
     ]
     program = (
         "import pytest\ndef test_a(): pass\ndef test_b(request): {}\n"
@@ -241,20 +232,21 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
     )
     put(tmp_path, *[word for word in tests[0] if word.startswith("tests/unit")])
     (tmp_path / "tests" / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
-    for body, workers, problems in (
-        ("pass", "-n0", []),
-        ("pass", "-n2", []),
-        ("raise ValueError", "-n0", ["gpu-tests.xml: failed: 'tests.gpu"]),
-        ("request.session.shouldstop = 'x'", "-n0", ["gpu-tests.xml.collected: expected"]),
+    for body, workers, expected in (
+        ("pass", "-n2", None),
+        ("raise ValueError", "-n0", "gpu-tests.xml: failed: 'tests.gpu.test_x::test_b'"),
+        ("request.session.shouldstop = 'x'", "-n0", "gpu-tests.xml.collected: expected '2', got"),
     ):
         write_text(tmp_path / "tests" / "gpu" / "test_x.py", program.format(body))
         run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *tests[0][1:]]
         run.append(workers)
         subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
-        results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
+        results = tmp_path / "dist" / "verification" / "10" / "gpu-tests.xml"
         passed, found = read_gpu_tests(results, sha256_of(tmp_path / "dist" / names[0]))
         assert set(passed) == {"tests.gpu.test_x"}
-        assert [problem[:33] for problem in found[:1]] == problems
+        assert bool(found) == bool(expected)
+        assert not expected or found[0].startswith(expected)
+        assert any("collected" in each for each in found) == ("shouldstop" in body)
 
 
 def test_an_older_python_is_told_before_anything_is_installed(
@@ -274,14 +266,10 @@ def test_gpu_tests_want_their_asserts() -> None:
 
 
 def test_pytest_skips_no_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.getini("testpaths") == ["tests", "lab/tests"]
-    folders = {
-        path.parent.relative_to(ROOT).parts for path in (ROOT / "tests").glob("*/**/test_*.py")
-    }
-    assert {"build", "emulator", "gpu", "unit", "wheel"} <= {folder[1] for folder in folders}
+    """pytest's own rules would skip tests/build."""
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/**/test_*.py")} | {"build"}
     for rule in pytestconfig.getini("norecursedirs"):
-        skipped = [folder for folder in folders if any(fnmatch(part, rule) for part in folder)]
-        assert skipped == [], rule
+        assert [folder for folder in folders if fnmatch(folder, rule)] == []
 
 
 def test_the_script_that_runs_nox_wants_the_same_python(
