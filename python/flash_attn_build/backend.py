@@ -15,7 +15,7 @@ from scikit_build_core.build import (  # noqa: F401
 )
 
 from .compile.build import build, request_from
-from .errors import SettingError
+from .errors import BuildError
 
 
 def build_wheel(
@@ -31,7 +31,7 @@ def build_wheel(
     settings = dict(config_settings or {})
     words = settings.pop("args", "")
     if settings:
-        raise SettingError(
+        raise BuildError(
             f"config settings: expected args=WORDS of `nox -s build --` alone, got {settings}"
         )
     words = shlex.split(words if isinstance(words, str) else " ".join(words))

@@ -1,4 +1,4 @@
-"""Errors of builds and releases, and the exit status that each of them gives a command."""
+"""Errors of builds and releases, and how their commands and messages tell them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,9 @@ from typing import Any
 class BuildError(Exception):
     """A step failed. The message says what to do next."""
 
-    exit_code = 1
-
-
-class SettingError(BuildError):
-    """An option, an environment variable or a setting of pip's has an invalid value."""
-
-    exit_code = 2
-
-
-class ToolchainError(BuildError):
-    """This machine lacks a compiler, a package, a file, the network, or room on its disk."""
-
-    exit_code = 3
-
 
 class RefusedError(BuildError):
     """Sources, a wheel or a report are not what they must be."""
-
-    exit_code = 4
 
 
 def exit_status(work: Callable[[], object], left: str = "") -> int:
@@ -40,17 +24,17 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
     `left`, the state of what the command writes, is printed after an OSError or an interrupt.
 
     Returns:
-        Exit status: 0, or that of the kind of failure; stderr has the reason.
+        Exit status: 0, or 1, or 128 plus the signal's number; stderr has the reason.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work()
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return 1
     except OSError as error:
         print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
-        return ToolchainError.exit_code
+        return 1
     except KeyboardInterrupt:
         print(f"error: interrupted. {left}".rstrip(), file=sys.stderr)
         return 128 + signal.SIGINT

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{library}: {library.stat().st_size / 1e6:.1f} MB")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return 1
     return 0
 
 

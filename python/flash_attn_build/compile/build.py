@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
-from ..errors import BuildError, SettingError, exit_status
+from ..errors import BuildError, exit_status
 from ..wheel import sbom
 from ..wheel.check import check
 from ..wheel.repair import repair
@@ -147,7 +147,7 @@ def source_date_epoch(environ: Mapping[str, str], root: Path = files.ROOT) -> st
             log = subprocess.run(command, capture_output=True, text=True, check=False)
             given = log.stdout.strip()  # nothing before the first commit
     if not re.fullmatch("[0-9]*", given):
-        raise SettingError(
+        raise BuildError(
             f"SOURCE_DATE_EPOCH: expected seconds since 1970, a whole number, got {given!r}. "
             "Unset it to take the date of the last commit."
         )

@@ -16,7 +16,7 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-from ..errors import RefusedError, ToolchainError, exit_status
+from ..errors import BuildError, RefusedError, exit_status
 from ..files import ROOT, sha256_of
 
 SUITE = "trixie"
@@ -68,7 +68,7 @@ def fetch(folder: Path = ROOT / "build" / "debian") -> Path:
             way = [engine, "run", "--rm", "--volume", f"{folder}:/out", f"debian:{SUITE}"]
             ways.append([*way, "sh", "-c", f"apt-get update >&2\n{_FETCH}", "sh", "/out"])
         if all(subprocess.run(way, check=False).returncode for way in ways):
-            raise ToolchainError(
+            raise BuildError(
                 f"{package}: could not be fetched by apt, nor in a container of Debian (see "
                 f"above). Put nvidia-cuda-toolkit {VERSION} ({SUITE}, non-free, {name}) there"
             )
@@ -89,7 +89,7 @@ def assemble(package: Path, dest: Path, packages: Path | None = None) -> Path:
     for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc"):
         headers = packages / "nvidia" / part / "include"
         if not headers.is_dir():
-            raise ToolchainError(f"{headers}: not there; `pip install --group cuda12` brings it")
+            raise BuildError(f"{headers}: not there; `pip install --group cuda12` brings it")
         shutil.copytree(headers, dest / "include", dirs_exist_ok=True)
     (dest / "lib64").mkdir()
     for library in ("libcudart_static.a", "libcudart.so.12"):

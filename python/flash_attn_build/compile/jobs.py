@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import SettingError, exit_status
+from ..errors import BuildError, exit_status
 
 GIB = 1 << 30
 UNIT_BYTES = 6 * GIB  # the largest translation unit takes 5.1
@@ -23,7 +23,7 @@ def count(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> in
     if not given:
         return max(1, min(_cores(root), _memory(root) // UNIT_BYTES))
     if not re.fullmatch(r"0*[1-9][0-9]*", given):
-        raise SettingError(
+        raise BuildError(
             f"MAX_JOBS: expected a whole number >= 1, got {given!r}. "
             "Unset it to let the build choose."
         )

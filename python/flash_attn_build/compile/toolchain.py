@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ToolchainError, exit_status
+from ..errors import BuildError, exit_status
 from ..files import read_tree, tree_sha256
 
 PACKAGES = "cuda-toolkit[nvcc,cccl]"
@@ -44,12 +44,12 @@ def find(
     environment.
 
     Raises:
-        ToolchainError: No nvcc, one that does not run, or a toolkit with parts missing.
+        BuildError: No nvcc, one that does not run, or a toolkit with parts missing.
     """
     packages = (packages or Path(sysconfig.get_paths()["purelib"])).resolve()
     found = next(_candidates(environ, packages), None)
     if found is None:
-        raise ToolchainError(
+        raise BuildError(
             "nvcc: no CUDA compiler found in CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages "
             f"of {sys.executable}. Install CUDA 13 from packages (pip install '{PACKAGES}==13.0.*';"
             " nox -s build does it), or set CUDACXX to an nvcc. "
@@ -77,7 +77,7 @@ def find(
                 link.symlink_to(runtime.name)
     version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
     if version is None:
-        raise ToolchainError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
+        raise BuildError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
 
     def there(*names: str) -> Path | None:
         folders = (here, here / "targets" / target)
@@ -93,7 +93,7 @@ def find(
     missing = [name for name, path in parts.items() if path is None]
     if missing or cudart is None:
         series = version[1].rpartition(".")[0]
-        raise ToolchainError(
+        raise BuildError(
             f"{here}: the CUDA toolkit lacks {', '.join(missing)}. Install the whole toolkit, or "
             f"`pip install '{PACKAGES}=={series}.*'` (13.0 or newer) and unset CUDACXX."
         )
@@ -124,7 +124,7 @@ def host_compiler(
     for first, *rest in [given] if given else [["g++"], ["c++"]]:
         if path := shutil.which(first, path=environ.get("PATH")):
             return (path, *rest)
-    raise ToolchainError(
+    raise BuildError(
         f"{'CXX' if given else 'g++'}: no C++ compiler found ({' '.join(given) or 'g++, c++'}). "
         f"Install one (Debian, Ubuntu: apt-get install {package}; Fedora: dnf install gcc-c++) "
         "or set CXX to its path."
@@ -141,7 +141,7 @@ def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
         if value := environ.get(name, "").strip():
             path = shutil.which(str(Path(value) / tail), path=environ.get("PATH"))
             if path is None:
-                raise ToolchainError(
+                raise BuildError(
                     f"{name}: expected {'a CUDA toolkit' if tail else 'an nvcc'}, got {value!r}, "
                     "where there is none. Correct it, or unset it to search PATH."
                 )
@@ -155,7 +155,7 @@ def _run(nvcc: Path, *arguments: str) -> str:
     try:
         done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolchainError(f"{nvcc}: does not run: {error}") from error
+        raise BuildError(f"{nvcc}: does not run: {error}") from error
     return done.stdout + done.stderr
 
 

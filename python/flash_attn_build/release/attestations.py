@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import RefusedError, ToolchainError, printable
+from ..errors import BuildError, RefusedError, printable
 from ..files import ROOT
 
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
@@ -17,7 +17,7 @@ TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 def gh(*words: str) -> str:
     """Runs GitHub's command line tool; returns what it printed."""
     if not shutil.which("gh"):
-        raise ToolchainError("gh, GitHub's command line tool, is not on PATH")
+        raise BuildError("gh, GitHub's command line tool, is not on PATH")
     done = subprocess.run(["gh", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split())

@@ -22,7 +22,7 @@ from unearth.errors import HashMismatchError, UnpackError
 from unearth.fetchers import PyPIClient
 from unearth.preparer import download_link
 
-from ..errors import RefusedError, SettingError, ToolchainError
+from ..errors import BuildError, RefusedError
 from .pin import Pin
 
 CHECK = "check pip's settings (`pip config list`), or set FLASH_ATTENTION_SOURCE to the archive"
@@ -35,7 +35,7 @@ def pip_options() -> dict[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         said = " ".join((done.stderr + done.stdout).split())
-        raise SettingError(f"`pip config list` failed: {said}; {CHECK}")
+        raise BuildError(f"`pip config list` failed: {said}; {CHECK}")
     found = {}
     for section in ("global.", "install.", "download.", ":env:."):  # each wins over those before
         for line in done.stdout.splitlines():
@@ -87,16 +87,15 @@ def download(pin: Pin, folder: Path) -> Path:
     """Finds the pinned archive: returns a file of the pinned hash, in the folder or on a disk.
 
     Raises:
-        ToolchainError: No source has the archive.
         RefusedError: Sources have an archive of this name and version, with other bytes.
-        SettingError: A setting of pip's cannot be used.
+        BuildError: No source has the archive, or a setting of pip's cannot be used.
     """
     options, problems, others = pip_options(), list[str](), list[str]()
     try:
         retries = int(options.get("retries", "5"))
         finder = finder_for(options, problems)
     except (OSError, ValueError, ImportError) as error:
-        raise SettingError(
+        raise BuildError(
             f"pip's timeout, retries, certificates, proxy: {error}; {CHECK}"
         ) from error
     sources = {Link(source["url"]).redacted: source for source in finder.sources}
@@ -121,7 +120,7 @@ def download(pin: Pin, folder: Path) -> Path:
         raise RefusedError(
             f"{wanted}: {'; '.join(others)}; find out why other bytes are served; {CHECK}"
         )
-    raise ToolchainError(
+    raise BuildError(
         f"{wanted}: not found in {', '.join(sources) or 'any source, for pip has none'}. "
         f"{'; '.join([*dict.fromkeys(problems), CHECK])}"
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import RefusedError, SettingError, ToolchainError
+from ..errors import BuildError, RefusedError
 from ..files import read_tree, replacing_folder, sha256_of, tree_sha256, write_json
 from .pin import REFRESH, Pin, found_patches
 from .source import find_archive, read_archive
@@ -41,9 +41,9 @@ def prepare(
         Version, sha256, patches and destination, ready for JSON.
 
     Raises:
-        SettingError: `dest` holds files that were not made here, or were edited since.
         RefusedError: A patch does not apply, or its result or the sources are not the pinned ones.
-        BuildError: The sources cannot be had, or `dest` cannot be written.
+        BuildError: The sources cannot be had, or `dest` cannot be written, holds files that were
+            not made here, or was edited since.
     """
     dest = dest.absolute()
     patches = pin.patch_files() if patched else []
@@ -57,7 +57,7 @@ def prepare(
                         f"patches make {found}; look at what they change, then {REFRESH}"
                     )
     except OSError as error:
-        raise ToolchainError(
+        raise BuildError(
             f"{dest}: cannot be written ({error.strerror}); free some space, or choose another "
             "destination"
         ) from error
@@ -114,7 +114,7 @@ def _apply(patch: Path, pin: Pin, tree: Path) -> None:
             "patch against that release, then say so there"
         )
     if not shutil.which("git"):
-        raise ToolchainError("git: not on PATH; it applies the patches. Install it")
+        raise BuildError("git: not on PATH; it applies the patches. Install it")
     # A checkout around the tree would make git leave out files outside of it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environ |= {"GIT_CEILING_DIRECTORIES": str(tree.parent), "LC_ALL": "C"}
@@ -134,7 +134,7 @@ def _holds(dest: Path, wanted: str) -> bool:
     stamp = dest / STAMP
     held = _files(dest) if stamp.is_file() else {}
     if not held or stamp.read_text(encoding="utf-8").strip() != tree_sha256(held):
-        raise SettingError(
+        raise BuildError(
             f"{dest}: was not made by this tool, or edited since; save your changes as a patch, "
             "then delete it, or choose another destination"
         )

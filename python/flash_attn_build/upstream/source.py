@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from ..errors import RefusedError, SettingError, ToolchainError
+from ..errors import BuildError, RefusedError
 from ..files import sha256_of, write_bytes
 from .pin import Pin
 
@@ -31,7 +31,7 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
     if given := environ.get(SOURCE_VARIABLE):
         path = Path(given).expanduser().absolute()
         if not path.is_file():
-            raise SettingError(f"{SOURCE_VARIABLE}={path}: expected an archive, there is none")
+            raise BuildError(f"{SOURCE_VARIABLE}={path}: expected an archive, there is none")
         if (found := sha256_of(path)) != pin.sha256:
             raise RefusedError(
                 f"{path}: expected the source distribution of {pin.name} {pin.version} with sha256 "
@@ -51,9 +51,9 @@ def find_archive(pin: Pin, environ: Mapping[str, str]) -> Path:
         with tempfile.TemporaryDirectory() as folder:
             write_bytes(path, fetch.download(pin, Path(folder)).read_bytes())
     except ImportError as error:
-        raise ToolchainError(f"{error}: `python -m pip install unearth`") from error
+        raise BuildError(f"{error}: `python -m pip install unearth`") from error
     except OSError as error:
-        raise ToolchainError(
+        raise BuildError(
             f"{path}: cannot be written ({error.strerror}); free some space, or set "
             "XDG_CACHE_HOME to a folder with room that you may write to"
         ) from error

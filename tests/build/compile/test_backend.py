@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from flash_attn_build import backend
 from flash_attn_build.compile import build
-from flash_attn_build.errors import SettingError
+from flash_attn_build.errors import BuildError
 from flash_attn_build.files import ROOT
 
 
@@ -24,5 +24,5 @@ def test_frontends_get_the_wheel_of_nox(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_settings_of_another_backend_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"expected args=.* got {'cmake.define.A': '1'}"):
+    with pytest.raises(BuildError, match=r"expected args=.* got {'cmake.define.A': '1'}"):
         backend.build_wheel(str(tmp_path), {"args": "", "cmake.define.A": "1"})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import debian_cuda
-from flash_attn_build.errors import RefusedError, ToolchainError
+from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.files import sha256_of, write_text
 from stand_ins import program
 
@@ -70,7 +70,7 @@ def test_nvcc_lies_in_a_whole_toolkit(package: Path, packages: Path, tmp_path: P
 
 def test_another_package_or_a_missing_part(package: Path, packages: Path, tmp_path: Path) -> None:
     shutil.rmtree(packages / "nvidia" / "cuda_cccl")
-    with pytest.raises(ToolchainError, match=r"cuda_cccl/include: not there; `pip install --group"):
+    with pytest.raises(BuildError, match=r"cuda_cccl/include: not there; `pip install --group"):
         debian_cuda.assemble(package, tmp_path / "cuda12", packages)
     with package.open("ab") as file:
         file.write(b"\0")
@@ -94,5 +94,5 @@ def test_where_apt_has_no_mirror_of_debian(
     if engine:
         assert debian_cuda.fetch(package.parent) == package
     else:
-        with pytest.raises(ToolchainError, match=r"could not be fetched.*Put nvidia-cuda-toolkit"):
+        with pytest.raises(BuildError, match=r"could not be fetched.*Put nvidia-cuda-toolkit"):
             debian_cuda.fetch(package.parent)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import jobs
-from flash_attn_build.errors import SettingError
+from flash_attn_build.errors import BuildError
 from flash_attn_build.files import write_text
 
 
@@ -21,7 +21,7 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", ["0", "-1", "x", "1.5", "²"])
 def test_max_jobs_must_be_a_positive_whole_number(given: str) -> None:
-    with pytest.raises(SettingError, match=r"MAX_JOBS: expected a whole number >= 1, got"):
+    with pytest.raises(BuildError, match=r"MAX_JOBS: expected a whole number >= 1, got"):
         jobs.count({"MAX_JOBS": given})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import toolchain
-from flash_attn_build.errors import ToolchainError
+from flash_attn_build.errors import BuildError
 from flash_attn_build.files import write_text
 from stand_ins import program
 
@@ -67,7 +67,7 @@ def test_libraries_of_another_machine_come_from_its_own_packages(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
     nvcc = toolkit(packages / "nvidia" / "cu13")
-    with pytest.raises(ToolchainError, match=r"targets/sbsa-linux: .* lacks libcudart_static\.a"):
+    with pytest.raises(BuildError, match=r"targets/sbsa-linux: .* lacks libcudart_static\.a"):
         toolchain.find({"PATH": ""}, packages, "aarch64")
     toolkit(tmp_path / "environment" / "aarch64" / "nvidia" / "cu13")
     found = toolchain.find({"PATH": ""}, packages, "aarch64")
@@ -84,7 +84,7 @@ def test_the_cross_compiler_is_named_with_its_package(
     environ = {"PATH": str(tmp_path / "bin"), "CXX": "clang++"}
     assert toolchain.host_compiler("aarch64", environ) == (str(compiler),)
     compiler.unlink()
-    with pytest.raises(ToolchainError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
+    with pytest.raises(BuildError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
         toolchain.host_compiler("aarch64", environ)
 
 
@@ -95,7 +95,7 @@ def test_no_nvcc_where_it_is_looked_for(variable: str, tmp_path: Path, packages:
     expected = f"{variable}: expected .* got '/nowhere'"
     if not variable:
         environ, expected = {"PATH": ""}, r"cuda-toolkit\[nvcc,cccl\].*CUDA 12 has no nvcc"
-    with pytest.raises(ToolchainError, match=expected):
+    with pytest.raises(BuildError, match=expected):
         toolchain.find(environ, packages)
 
 
@@ -103,7 +103,7 @@ def test_no_nvcc_where_it_is_looked_for(variable: str, tmp_path: Path, packages:
 def test_a_missing_part_is_named(name: str, tmp_path: Path, packages: Path) -> None:
     nvcc = toolkit(tmp_path / "cuda")
     (tmp_path / "cuda" / name).unlink()
-    with pytest.raises(ToolchainError, match=f"lacks .*{Path(name).name}"):
+    with pytest.raises(BuildError, match=f"lacks .*{Path(name).name}"):
         toolchain.find({"CUDACXX": str(nvcc)}, packages)
 
 
@@ -128,7 +128,7 @@ def test_the_hash_of_a_toolkit_is_that_of_what_decides_on_gpu_code(
 
 def test_something_that_is_no_nvcc(tmp_path: Path, packages: Path) -> None:
     path = program(tmp_path / "bin" / "nvcc", "echo hello")
-    with pytest.raises(ToolchainError, match="names no version"):
+    with pytest.raises(BuildError, match="names no version"):
         toolchain.find({"CUDACXX": str(path)}, packages)
 
 
@@ -145,7 +145,7 @@ def test_host_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"CXX": "nope++"}], ids=["none", "CXX"])
 def test_no_host_compiler(environ: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found"):
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler found"):
         toolchain.host_compiler(environ={"PATH": str(tmp_path), **environ})
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from flash_attn_build.errors import RefusedError, ToolchainError
+from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.release import attestations
 from release_samples import results
 
@@ -68,5 +68,5 @@ def test_names_and_words_of_others_are_printed_escaped(gh: Callable[[str], Path]
 
 def test_no_gh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ToolchainError, match="gh, GitHub's command line tool, is not on PATH"):
+    with pytest.raises(BuildError, match="gh, GitHub's command line tool, is not on PATH"):
         attestations.gh("x")

@@ -21,7 +21,6 @@ import release_samples
 import stand_ins
 from fake_wheel import VERSION
 from flash_attn_build.compile import manifest
-from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import candidate, gate, index
@@ -87,7 +86,7 @@ def test_what_the_gate_refuses_is_not_written(
 ) -> None:
     assert run(project) == 0
     edit(project.report_path, lambda r: r.update(quick=True), sign=True)
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     assert not out.exists()
     errors = capsys.readouterr().err
     assert "sm_90: no complete, passing report" in errors
@@ -104,20 +103,20 @@ def test_bytes_that_change_after_they_were_judged(
         return found
 
     monkeypatch.setattr(release, "judge", judge)
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     assert "the bytes of a wheel are no longer those that were judged" in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
 
 
 def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path) -> None:
     project.add_report(status="failed")
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     result = json.loads((out.parent / release.RESULT).read_text())
     assert (result["result"], result["passedTests"]) == ("FAILED", [])
     assert result["failedTests"] == ["2/verification.json: its status is 'failed'"]
     shutil.rmtree(project.dist / "verification" / "2")
     (project.dist / "verification" / "2").mkdir()  # cut short: it may be run again
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     assert list(out.parent.iterdir()) == []
 
 
@@ -128,7 +127,7 @@ def test_wheels_of_two_machines_are_one_release(
     wheel = Path(shutil.copy(other, project.dist))
     release_samples.describe(wheel)
     release_samples.write_report(wheel, project.dist / "verification" / "2" / "verification.json")
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     assert "expected one wheel each of x86_64, found" in capsys.readouterr().err
     machines = dict.fromkeys(("x86_64", "aarch64"), release_samples.CUDA)
     project.policy = replace(project.policy, wheels=machines)
@@ -163,7 +162,7 @@ def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
     name = "\x1b[2J\n::set-output name=x::y\n##[error]"
     project.add_report(name, status="failed")
     project.add_report(f"::warning::{name}", wheel=OTHER_WHEEL)
-    assert run(project, "--attested", "o/n", "c0ffee", TAG) == RefusedError.exit_code
+    assert run(project, "--attested", "o/n", "c0ffee", TAG) == 1
     said = capsys.readouterr().err.splitlines()
     said += json.loads((out.parent / release.RESULT).read_text())["failedTests"]
     assert any("is of no wheel of this release" in line for line in said)
@@ -189,7 +188,7 @@ def test_the_wheels_must_be_those_of_the_policy(
         shutil.copy(project.wheel, project.dist / project.wheel.name.replace(WHEEL, name))
     if "+" not in name:
         project.wheel.unlink()
-    assert run(project) == RefusedError.exit_code
+    assert run(project) == 1
     errors = capsys.readouterr().err
     foreign = "name: expected flash_attn_deterministic-"
     assert (foreign if "other" in name else "expected one wheel each of x86_64") in errors
@@ -202,16 +201,16 @@ def test_attestations_are_asked_for_before_anything_is_read(
     attested = ("--attested", "o/n", "c0ffee", TAG)
     assert run(project, *attested) == 0
     assert calls.read_text().count(f"--source-digest=c0ffee --source-ref=refs/tags/{TAG}") == 2
-    assert run(project, *attested[:3], "v9") == RefusedError.exit_code
+    assert run(project, *attested[:3], "v9") == 1
     assert f"the release is of tag v9, but the wheel is of {TAG}" in capsys.readouterr().err
     project.add_report(wheel=OTHER_WHEEL)
     assert run(project) == 0
-    assert run(project, *attested) == RefusedError.exit_code
+    assert run(project, *attested) == 1
     assert "is of no wheel of this release" in capsys.readouterr().err
     gh(NEVER_FAILED.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
-    assert run(project, *attested) == RefusedError.exit_code
+    assert run(project, *attested) == 1
     gh("exit 1")
-    assert run(project, *attested) == RefusedError.exit_code
+    assert run(project, *attested) == 1
     assert "has no attestation" in capsys.readouterr().err
 
 

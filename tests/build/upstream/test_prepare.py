@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import write_text
 from flash_attn_build.upstream.__main__ import main
 from flash_attn_build.upstream.pin import Pin, load_pin
@@ -78,7 +78,7 @@ def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
     patches = pin.path.parent / "patches"
     unfit = PATCH.replace("@@ -1,0 +2 @@\n+one and a half\n", "", 1)
     second = f"flash-attn {VERSION}\n--- a/{SOFTMAX}\n+++ b/{SOFTMAX}\n@@ -4 +4 @@\n-THREE\n+3\n"
-    refused = RefusedError.exit_code
+    refused = 1
     for text, status, expected in (
         (None, 0, PATCHED), (unfit, refused, PATCHED), (second, 0, PATCHED.replace(b"THREE", b"3"))
     ):  # fmt: skip
@@ -115,14 +115,14 @@ def test_patch_that_does_not_apply(
 ) -> None:
     before = pin.path.read_bytes()
     (pin.path.parent / "patches" / FIRST).write_text(text)
-    assert run(pin, "refresh") == RefusedError.exit_code
+    assert run(pin, "refresh") == 1
     message = capsys.readouterr().err
     assert message.startswith(f"error: {FIRST}: ")
     assert words in message
     assert pin.path.read_bytes() == before
     # Neither does the build take it, where someone lists it by hand.
     list_by_hand(pin, text)
-    assert run(pin, "prepare", "--dest", dest) == RefusedError.exit_code
+    assert run(pin, "prepare", "--dest", dest) == 1
     assert tree_of(dest.parent) == {}
 
 
@@ -131,7 +131,7 @@ def test_patch_that_fits_elsewhere_is_noticed(
 ) -> None:
     # git puts a hunk where its lines are, whatever its header says: the tree's hash tells.
     list_by_hand(pin, PATCH.replace("@@ -1,0 +2 @@", "@@ -2,0 +3 @@"))
-    assert run(pin, "prepare", "--dest", dest) == RefusedError.exit_code
+    assert run(pin, "prepare", "--dest", dest) == 1
     assert f"sha256 {pin.patched_tree_sha256}, but" in capsys.readouterr().err
     assert tree_of(dest.parent) == {}
 
@@ -149,9 +149,9 @@ def test_what_is_not_as_it_was_made_is_not_replaced(
     write_text(foreign, "mine")
     before = tree_of(dest.parent)
     for extra in ((), ("--unpatched",)):
-        assert run(pin, "prepare", "--dest", dest, *extra) == SettingError.exit_code
+        assert run(pin, "prepare", "--dest", dest, *extra) == 1
         assert "not made by this tool, or edited since; save your" in capsys.readouterr().err
-    assert run(pin, "prepare", "--dest", foreign / "x" / "upstream") == ToolchainError.exit_code
+    assert run(pin, "prepare", "--dest", foreign / "x" / "upstream") == 1
     assert "choose another destination" in capsys.readouterr().err
     assert tree_of(dest.parent) == before
 
@@ -170,7 +170,7 @@ def test_full_disk_leaves_the_old_tree(
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", write_half)
-    assert run(pin, "prepare", "--unpatched", "--dest", dest) == ToolchainError.exit_code
+    assert run(pin, "prepare", "--unpatched", "--dest", dest) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert tree_of(dest.parent) == {f"upstream/{name}": data for name, data in before.items()}
 
