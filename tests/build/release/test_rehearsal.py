@@ -58,7 +58,6 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     assert "- First." in notes
     assert f"| {VERSION}, x86_64, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
     assert "- **sm_80**: Machine code for compute capability 8.x" in notes
-    assert "g++ (x) 12.2.0" in notes
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
     listed = {line.split()[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
     there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
@@ -171,12 +170,6 @@ def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
         assert line.isascii()
         assert not line.strip().startswith("::")
         assert "##[" not in line
-
-
-def test_text_of_others_is_shown_as_it_is() -> None:
-    assert release._plain("a|b\n<img>`x`[y](z)") == (
-        "a&#124;b &#60;img&#62;&#96;x&#96;&#91;y&#93;(z)"
-    )
 
 
 @pytest.mark.parametrize("name", ["", f"other-{VERSION}", f"{WHEEL}+cu130"])
