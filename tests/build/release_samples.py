@@ -126,12 +126,12 @@ class Project:
         self.git("commit", "--quiet", "--allow-empty", "-m", "y")
         self.git("tag", "--force", f"v{self.wheel.name.split('-')[1]}")
 
-    def decide(self, tag: str = "") -> Verdict:
+    def decide(self) -> Verdict:
         reports = [read_report(path, self.root) for path in find_runs(self.dist)]
-        return decide(self.wheel, reports, self.policy, self.root, tag)
+        return decide(self.wheel, reports, self.policy, self.root)
 
-    def problems(self, tag: str = "") -> str:
-        return "\n".join(self.decide(tag).problems)
+    def problems(self) -> str:
+        return "\n".join(self.decide().problems)
 
     def exchange(self, wheel: Path) -> None:
         """Puts another wheel in the place of the one that is there, with a manifest and a proof."""

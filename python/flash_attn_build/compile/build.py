@@ -27,8 +27,10 @@ from . import build_folder, debian_cuda, jobs, manifest, toolchain
 
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
-_ERROR = re.compile("FAILED: |CMake Error|error: ")
-_STEP = re.compile(r"\[\d+ of |ninja: |-- |\*\*\* ")  # what Ninja and CMake go on with
+# Up to what Ninja and CMake go on with.
+_ERROR = re.compile(
+    r"^(FAILED: |CMake Error|error: ).*?(?=^(\[\d+ of |ninja: |-- |\*\*\* )|\Z)", re.M | re.S
+)
 # Before two large units have ended, Ninja does not know how many run at once. (On two cores it was
 # 63 % off at 02:59 of 25:55, from 03:12 on at most 16 %.)
 _EARLY = re.compile(r"(?<=, 0[0-2]:\d\d), about [^]]+ left")
@@ -117,24 +119,15 @@ def build(request: Request) -> Path:
         }
         text = manifest.describe(wheel, info, units, settings, tools, places, cost)
         files.write_json(manifest.path_of(wheel), text)
-        final = put(wheel, request.out_dir)
+        final = request.out_dir / wheel.name
+        # Between the two a manifest of other bytes may lie there, which every reader refuses.
+        os.replace(wheel, final)
+        os.replace(manifest.path_of(wheel), manifest.path_of(final))
     _say(
         f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "
         f"{len(units)} translation units, {cost['cpu_seconds'] / 60:.1f} CPU-minutes, "
         f"largest process {cost['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
     )
-    return final
-
-
-def put(wheel: Path, folder: Path) -> Path:
-    """Moves a wheel and its manifest into a folder; returns the wheel's path there.
-
-    However far it came, no wheel there has the manifest of other bytes, but at worst none.
-    """
-    final = folder / wheel.name
-    manifest.path_of(final).unlink(missing_ok=True)
-    os.replace(wheel, final)
-    os.replace(manifest.path_of(wheel), manifest.path_of(final))
     return final
 
 
@@ -164,32 +157,32 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
     settings["install.strip"] = "false"
     settings |= {f"cmake.define.{k}": v for k, _, v in (d.partition("=") for d in request.defines)}
     command = [sys.executable, "-c", _BACKEND, str(files.ROOT), str(destination)]
-    status, lines = run_group([*command, json.dumps(settings)], environ)
+    status, said = run_group([*command, json.dumps(settings)], environ)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
-        error = first_error(lines)
+        error = first_error(said)
         if re.search("Killed|signal 9", error):
             error += f"\nMemory ran out: set MAX_JOBS below {environ['CMAKE_BUILD_PARALLEL_LEVEL']}"
         raise BuildError(f"the build failed (exit status {status}):\n{error}")
     return made[0]
 
 
-def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[str]]:
+def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
     """Runs a command and shows what it prints; interrupted, ends its children too (compilers).
 
     Returns:
-        Exit status, and the lines that it printed.
+        Exit status, and what it printed.
     """
     with subprocess.Popen(
         command, env=dict(environ), start_new_session=True, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as child:  # fmt: skip
-        lines = []
+        said = ""
         try:
             for line in child.stdout or ():
                 print(_EARLY.sub("", line), end="", flush=True)
-                lines.append(line.rstrip())
-            return child.wait(), lines
+                said += line
+            return child.wait(), said
         except BaseException:
             with suppress(ProcessLookupError):  # it ended by itself just now
                 os.killpg(child.pid, signal.SIGTERM)
@@ -197,17 +190,15 @@ def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, 
             raise
 
 
-def first_error(lines: Sequence[str]) -> str:
+def first_error(said: str) -> str:
     """Picks the first error out of what CMake and Ninja printed, without the compiler's command.
 
     Compilers that run when one fails still end, and theirs would be the last words.
     """
-    begin = next((at for at, line in enumerate(lines) if _ERROR.match(line)), len(lines) - 20)
-    found = list(lines[max(begin, 0) :])
-    if found and found[0].startswith("FAILED: "):
-        del found[1:2]  # the command
-    end = next((at for at, line in enumerate(found) if at and _STEP.match(line)), len(found))
-    return "\n".join(found[: min(end, 40)]).rstrip()
+    if found := _ERROR.search(said):
+        said = re.sub(r"\A(FAILED: .*\n).*\n", r"\1", found[0])
+    shown = said.splitlines()
+    return "\n".join(shown[:40] if found else shown[-20:]).rstrip()
 
 
 def _say(text: str) -> None:

@@ -33,7 +33,6 @@ def release(
     """
     shutil.rmtree(out, ignore_errors=True)
     (out.parent / RESULT).unlink(missing_ok=True)
-    repository, commit, tag = attested or ("", "", "")
     with replacing_folder(out) as made:
         assets, index = made / "assets", made / "package-index"
         assets.mkdir()
@@ -43,14 +42,14 @@ def release(
             for path in filter(Path.exists, (wheel, manifest.path_of(wheel))):
                 shutil.copyfile(path, assets / path.name)
         wheels = find_wheels(assets)
+        tag = None
         if attested:
+            repository, commit, tag = attested
             sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
             attestations.check_built(sorted(assets.iterdir()), repository, *sources)
             for wheel in wheels:
                 attestations.check_never_failed(wheel, repository)
-        verdicts, problems = judge(
-            wheels, find_runs(reports), POLICY, root, tag=tag, allow_other_reports=not attested
-        )
+        verdicts, problems = judge(wheels, find_runs(reports), POLICY, root, tag)
         failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
         if not problems:
             _write(made, verdicts, (root / "CHANGELOG.md").read_text(encoding="utf-8"))

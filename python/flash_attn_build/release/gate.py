@@ -68,14 +68,12 @@ def judge(
     runs: Sequence[Path],
     policy: Policy,
     root: Path,
-    *,
-    tag: str = "",
-    allow_other_reports: bool = True,
+    tag: str | None = None,
 ) -> tuple[dict[str, Verdict], list[str]]:
     """Decides on every wheel of a release; their manifests lie beside them.
 
-    `tag` is the one that started the workflow, "" by hand. Reports of other wheels may be among the
-    runs on a machine where wheels are built and verified again and again.
+    `tag` is the one that started the workflow, None by hand: there wheels are built and verified
+    again and again, and reports of other ones may be among the runs.
 
     Returns:
         Verdict by kind of wheel, and everything that stands against the release.
@@ -90,7 +88,7 @@ def judge(
     if sorted(verdict.wheel.kind for verdict in verdicts) != sorted(policy.wheels):
         there = ", ".join(repr(wheel.name) for wheel in wheels) or "no wheel"
         lines.append(f"expected one wheel each of {', '.join(policy.wheels)}, found {there}")
-    if not allow_other_reports:
+    if tag is not None:
         known = {verdict.wheel.sha256 for verdict in verdicts}
         others = [report for report in reports if report.sha256 not in known]
         lines += [f"  - {each.where}: is of no wheel of this release" for each in others]
@@ -98,7 +96,7 @@ def judge(
 
 
 def decide(
-    wheel: Path, reports: Sequence[Report], policy: Policy, root: Path, tag: str = ""
+    wheel: Path, reports: Sequence[Report], policy: Policy, root: Path, tag: str | None = None
 ) -> Verdict:
     """Decides whether a wheel may be published: see `judge`."""
     candidate = read_candidate(wheel, root, policy)

@@ -11,10 +11,10 @@ from pathlib import Path
 from ..errors import first_of
 
 
-def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
+def problems(root: Path, version: str, tag: str | None) -> Iterator[str]:
     """Compares a source tree with its commit, and its tag with the version.
 
-    `tag`: the one that a workflow runs for, "" by hand.
+    `tag`: the one that a workflow runs for, None by hand.
     """
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
@@ -27,7 +27,7 @@ def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
     if f"v{version}" not in tags:
         found = f"it has {', '.join(tags)}" if tags else "it has no tag"
         yield f"tree: {commit[:12]} is not tagged v{version}: {found}"
-    if tag and tag != f"v{version}":
+    if tag is not None and tag != f"v{version}":
         yield f"tree: the release is of tag {tag}, but the wheel is of v{version}"
     if changes:
         yield f"tree: differs from its commit: {first_of(changes)}"
