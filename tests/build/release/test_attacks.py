@@ -481,9 +481,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
      report(put("architectures.unverified", []))),
     ("says that sm_90 ran on a GPU of compute capability 8.0", "an A100",
      report(put("environment.compute_capability", "8.0"))),
-    *each("', which is none of those that the policy names", {
-        "a GPU that the policy does not name": second_on("My Emulator"),
-    }),
+    ("', which is none of those that the policy names", "a GPU that the policy does not name",
+     second_on("My Emulator")),
     ("a key is there twice", "a status that is there twice", second(
         lambda t: t.replace('"status"', '"status": "failed", "status"', 1)
     )),
@@ -517,9 +516,8 @@ REFUSED: list[tuple[str, str, Attack]] = [
         complete=False, status="incomplete", sections=sections(chunk="failed")
     )),
     (f"{SECOND}contract, chunk: error", "row in error", second(sections=sections(chunk="error"))),
-    *each(f"{SECOND}its status is 'failed'", {
-        "a run that failed, of a later schema": second(status="failed", later=1),
-    }),
+    (f"{SECOND}its status is 'failed'", "a run that failed, of a later schema",
+     second(status="failed", later=1)),
     *each(f"{SECOND}was changed", {
         "an edited report": second(lambda t: t.replace("true", "false", 1)),
         "a report that was made to name other bytes": second(

@@ -156,25 +156,6 @@ def test_what_is_not_as_it_was_made_is_not_replaced(
     assert tree_of(dest.parent) == before
 
 
-def test_full_disk_leaves_the_old_tree(
-    pin: Pin, dest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(pin, "prepare", "--dest", dest) == 0
-    before = tree_of(dest)
-    write = Path.write_bytes
-
-    def write_half(path: Path, data: bytes) -> int:
-        if path.name == "fwd.cu":
-            write(path, data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-        return write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", write_half)
-    assert run(pin, "prepare", "--unpatched", "--dest", dest) == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert tree_of(dest.parent) == {f"upstream/{name}": data for name, data in before.items()}
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [("/****", "// ***"), ("BSD-3-Clause", "Other"), ("Neither", "Any")],
