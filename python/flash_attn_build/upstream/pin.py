@@ -11,7 +11,6 @@ from ..files import ROOT, sha256_of
 
 PIN_FILE = ROOT / "cpp" / "upstream" / "upstream.json"
 REFRESH = "run `python -m flash_attn_build.upstream refresh` after a deliberate change"
-_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,9 @@ class Pin:
 
 
 def load_pin(path: Path = PIN_FILE) -> Pin:
-    """Reads the data file; refuses one that lacks a field or is of another schema."""
+    """Reads the data file; refuses one that lacks a field."""
     try:
         data = json.loads(path.read_bytes())
-        if data["schema"] != _SCHEMA:
-            raise ValueError(f"expected schema {_SCHEMA}")
         hashes = (data["sdist"]["sha256"], data["tree_sha256"], data["patched_tree_sha256"])
         patches = {each["name"]: each["sha256"] for each in data["patches"]}
         return Pin(path, data["name"], data["version"], *hashes, patches)

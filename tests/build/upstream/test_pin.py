@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flash_attn_build.errors import RefusedError
@@ -23,22 +21,10 @@ def test_the_pin_of_this_project_matches_its_patches() -> None:
         assert f"{pin.name} {pin.version}" in " ".join(intro.split())
 
 
-FIELDS: dict[str, tuple[Any, str]] = {
-    "not an object": ([], "is not a pin"),
-    "schema": ({"schema": 1}, "expected schema 2"),
-    "no hash": ({"sdist": {}}, "KeyError"),
-    "patches": ({"patches": [FIRST]}, "TypeError"),
-}
-
-
-@pytest.mark.parametrize(("fields", "words"), FIELDS.values(), ids=FIELDS)
-def test_a_malformed_file(pin: Pin, fields: Any, words: str) -> None:
-    whole = {**json.loads(pin.path.read_text()), **fields} if fields else fields
-    pin.path.write_text(json.dumps(whole))
-    with pytest.raises(RefusedError, match=words):
-        load_pin(pin.path)
-    pin.path.unlink()
-    with pytest.raises(RefusedError, match=r"upstream\.json: is not a pin"):
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "x"}', None])
+def test_a_file_that_is_no_pin(pin: Pin, text: str | None) -> None:
+    pin.path.unlink() if text is None else pin.path.write_text(text)
+    with pytest.raises(RefusedError, match=r"upstream\.json: is not a pin .*; restore it"):
         load_pin(pin.path)
 
 
