@@ -14,6 +14,7 @@ import pytest
 import release_samples
 import stand_ins
 from fake_wheel import VERSION
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import write_json, write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
@@ -47,10 +48,8 @@ def releases(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path / "releases"
 
 
-def write(releases: Path, *options: str) -> int:
-    out = releases.parent / "index"
-    given = options or ["--unattested"]
-    return index.main(["--releases", str(releases), "--out", str(out), *given])
+def write(releases: Path, repository: str | None = None) -> None:
+    index.write_index(sorted(releases.iterdir()), releases.parent / "index", repository)
 
 
 def the_wheel(releases: Path) -> Path:
@@ -105,17 +104,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
 def test_what_is_not_of_a_release_is_refused(
-    releases: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], object],
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    releases: Path, tmp_path: Path, damage: Callable[[Path], object], expected: str
 ) -> None:
     kept = tmp_path / "index" / "kept"
     kept.mkdir(parents=True)
     damage(releases)
-    assert write(releases) == 1
-    assert expected in capsys.readouterr().err
+    with pytest.raises(RefusedError, match=expected):
+        write(releases)
     assert list((tmp_path / "index").iterdir()) == [kept]
 
 
@@ -131,7 +126,7 @@ def test_what_is_demanded_since_a_release_does_not_undo_it(
     stated = {"schema": 1, "wheel": {"sha256": sha256(wheel.read_bytes())}}
     write_json(old / f"{wheel.name}.manifest.json", stated)
     write_json(old / f"{wheel.name}.verification-1.json", {"schema_version": 0})
-    assert write(releases, "--repository", "o/n") == 0
+    write(releases, "o/n")
     assert len(list((tmp_path / "index" / "packages").glob("*.whl"))) == 2
 
 
@@ -147,15 +142,11 @@ NONE = 'case "$*" in *predicate-type*) echo "No attestations found" >&2; exit 1;
     ids=["manifest", "not verified"],
 )
 def test_every_wheel_needs_its_attestations(
-    releases: Path,
-    gh: Callable[[str], Path],
-    program: str,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    releases: Path, gh: Callable[[str], Path], program: str, expected: str
 ) -> None:
     calls = gh(program)
-    assert write(releases, "--repository", "o/n") == 1
-    assert expected in capsys.readouterr().err
+    with pytest.raises(RefusedError, match=expected):
+        write(releases, "o/n")
     # A release holds what was built from its tag, not from that of another one.
     assert f"--source-ref=refs/tags/{TAG}" in calls.read_text()
     assert not (releases.parent / "index").exists()
@@ -164,12 +155,13 @@ def test_every_wheel_needs_its_attestations(
 def test_attestations_are_not_left_out_by_mistake(
     releases: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = ["--releases", str(releases), "--out", str(releases.parent / "index")]
     with pytest.raises(SystemExit):
-        index.main(["--releases", str(releases)])
+        index.main(given)
     assert "--repository --unattested is required" in capsys.readouterr().err
     calls = gh("exit 1")
     # As where a workflow's variable is not set.
-    assert write(releases, "--repository", "") == 1
+    assert index.main([*given, "--repository", ""]) == 1
     assert "attestation verify" in calls.read_text()
 
 
@@ -201,7 +193,7 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
     ):  # fmt: skip
         shutil.copy(wheel, wheel.with_name(name))
         shutil.copy(f"{wheel}.manifest.json", wheel.with_name(f"{name}.manifest.json"))
-    assert write(releases) == 0
+    write(releases)
     made = tree_of(tmp_path / "index")
     for folder, version, count in (("", VERSION, 2), ("cu12/", f"{VERSION}+cu12", 1)):
         page = made[f"{folder}{PROJECT}/index.html"].decode()
@@ -236,7 +228,7 @@ def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
 ) -> None:
     name = the_wheel(releases).name
     gh(passed(name) if alone else passed(name, "other"))
-    assert write(releases, "--repository", "o/n") == 0
+    write(releases, "o/n")
     made = tree_of(tmp_path / "index")
     assert (f"packages/{name}.provenance" in made) == alone
     if alone:

@@ -21,6 +21,7 @@ import release_samples
 import stand_ins
 from fake_wheel import VERSION
 from flash_attn_build.compile import manifest
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import candidate, gate, index
@@ -40,16 +41,23 @@ def out(project: Project) -> Path:
     return project.root / "build" / "release"
 
 
-def run(project: Project, *options: str) -> int:
+def run(project: Project, *attested: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(release, "POLICY", project.policy)
-        return release.main(options, project.root)
+        out = project.root / "build" / "release"
+        release.release(project.dist, project.dist, out, attested, project.root)
+
+
+def refused(project: Project, *attested: str) -> str:
+    with pytest.raises(RefusedError) as caught:
+        run(project, *attested)
+    return str(caught.value)
 
 
 def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     (project.dist / "dev").mkdir()
     shutil.copy(project.wheel, project.dist / "dev")  # is no candidate
-    assert run(project) == 0
+    run(project)
     wheel = project.wheel.name
     assert sorted(path.name for path in (out / "assets").iterdir()) == [
         wheel, f"{wheel}.manifest.json", f"{wheel}.verification-1.json"
@@ -80,21 +88,18 @@ def upload(wheel: Path, folder: Path) -> None:
     assert uploaded.read_bytes() == wheel.read_bytes()
 
 
-def test_what_the_gate_refuses_is_not_written(
-    project: Project, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(project) == 0
+def test_what_the_gate_refuses_is_not_written(project: Project, out: Path) -> None:
+    run(project)
     edit(project.report_path, lambda r: r.update(quick=True), sign=True)
-    assert run(project) == 1
+    errors = refused(project)
     assert not out.exists()
-    errors = capsys.readouterr().err
     assert "sm_90: no complete, passing report" in errors
     assert "1/verification.json: quick: expected False, got True" in errors
     assert list(out.parent.iterdir()) == []
 
 
 def test_bytes_that_change_after_they_were_judged(
-    project: Project, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Project, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def judge(wheels: list[Path], *others: Any, **options: Any) -> Any:
         found = gate.judge(wheels, *others, **options)
@@ -102,35 +107,33 @@ def test_bytes_that_change_after_they_were_judged(
         return found
 
     monkeypatch.setattr(release, "judge", judge)
-    assert run(project) == 1
-    assert "the bytes of a wheel are no longer those that were judged" in capsys.readouterr().err
+    assert "the bytes of a wheel are no longer those that were judged" in refused(project)
     assert list(out.parent.iterdir()) == []
 
 
 def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path) -> None:
     project.add_report(status="failed")
-    assert run(project) == 1
+    refused(project)
     result = json.loads((out.parent / release.RESULT).read_text())
     assert (result["result"], result["passedTests"]) == ("FAILED", [])
     assert result["failedTests"] == ["2/verification.json: its status is 'failed'"]
     shutil.rmtree(project.dist / "verification" / "2")
     (project.dist / "verification" / "2").mkdir()  # cut short: it may be run again
-    assert run(project) == 1
+    refused(project)
     assert list(out.parent.iterdir()) == []
 
 
 def test_wheels_of_two_machines_are_one_release(
-    project: Project, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: Project, out: Path, tmp_path: Path
 ) -> None:
     other = release_samples.wheel(tmp_path / "arm", arm=True)
     wheel = Path(shutil.copy(other, project.dist))
     release_samples.describe(wheel)
     release_samples.write_report(wheel, project.dist / "verification" / "2" / "verification.json")
-    assert run(project) == 1
-    assert "expected one wheel each of x86_64, found" in capsys.readouterr().err
+    assert "expected one wheel each of x86_64, found" in refused(project)
     machines = dict.fromkeys(("x86_64", "aarch64"), release_samples.CUDA)
     project.policy = replace(project.policy, wheels=machines)
-    assert run(project) == 0, capsys.readouterr().err
+    run(project)
     names = {wheel.name, project.wheel.name}
     assert {path.name for path in (out / "package-index").iterdir()} == names
     assert {f"{name}.verification-1.json" for name in names} <= {
@@ -146,7 +149,7 @@ def test_nothing_of_the_gpu_machine_is_published_but_the_report(
     for name in ("verification.sh", "verification.whl", "verification.html", "notes.md"):
         (folder / name).write_text("evil")
     edit(project.report_path, lambda r: r["environment"].update(driver="<script>"), sign=True)
-    assert run(project) == 0
+    run(project)
     there = sorted(path.name for path in (out / "assets").iterdir())
     assert [name.partition(".whl")[2] for name in there] == [
         "", ".manifest.json", ".verification-1.json"
@@ -155,14 +158,13 @@ def test_nothing_of_the_gpu_machine_is_published_but_the_report(
 
 
 def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
-    project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    project: Project, out: Path, gh: Callable[[str], Path]
 ) -> None:
     gh(NEVER_FAILED)
     name = "\x1b[2J\n::set-output name=x::y\n##[error]"
     project.add_report(name, status="failed")
     project.add_report(f"::warning::{name}", wheel=OTHER_WHEEL)
-    assert run(project, "--attested", "o/n", "c0ffee", TAG) == 1
-    said = capsys.readouterr().err.splitlines()
+    said = refused(project, "o/n", "c0ffee", TAG).splitlines()
     said += json.loads((out.parent / release.RESULT).read_text())["failedTests"]
     assert any("is of no wheel of this release" in line for line in said)
     for line in said:
@@ -173,38 +175,34 @@ def test_names_of_the_gpu_machine_reach_no_terminal_and_no_log_as_they_are(
 
 
 @pytest.mark.parametrize("name", ["", f"other-{VERSION}", f"{WHEEL}+cu130"])
-def test_the_wheels_must_be_those_of_the_policy(
-    project: Project, out: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_wheels_must_be_those_of_the_policy(project: Project, name: str) -> None:
     """None, a foreign one, or one too many beside the right one."""
     if name:
         shutil.copy(project.wheel, project.dist / project.wheel.name.replace(WHEEL, name))
     if "+" not in name:
         project.wheel.unlink()
-    assert run(project) == 1
-    errors = capsys.readouterr().err
     foreign = "name: expected flash_attn_deterministic-"
-    assert (foreign if "other" in name else "expected one wheel each of x86_64") in errors
+    words = foreign if "other" in name else "expected one wheel each of x86_64"
+    assert words in refused(project)
 
 
 def test_attestations_are_asked_for_before_anything_is_read(
-    project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    project: Project, gh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(release, "POLICY", project.policy)
     calls = gh(NEVER_FAILED)
-    attested = ("--attested", "o/n", "c0ffee", TAG)
-    assert run(project, *attested) == 0
+    attested = ("o/n", "c0ffee", TAG)
+    assert release.main(["--attested", *attested], project.root) == 0
     assert calls.read_text().count(f"--source-digest=c0ffee --source-ref=refs/tags/{TAG}") == 2
-    assert run(project, *attested[:3], "v9") == 1
-    assert f"the release is of tag v9, but the wheel is of {TAG}" in capsys.readouterr().err
+    other = f"the release is of tag v9, but the wheel is of {TAG}"
+    assert other in refused(project, "o/n", "c0ffee", "v9")
     project.add_report(wheel=OTHER_WHEEL)
-    assert run(project) == 0
-    assert run(project, *attested) == 1
-    assert "is of no wheel of this release" in capsys.readouterr().err
+    run(project)
+    assert "is of no wheel of this release" in refused(project, *attested)
     gh(NEVER_FAILED.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
-    assert run(project, *attested) == 1
+    refused(project, *attested)
     gh("exit 1")
-    assert run(project, *attested) == 1
-    assert "has no attestation" in capsys.readouterr().err
+    assert "has no attestation" in refused(project, *attested)
 
 
 FAKED = """\
@@ -246,7 +244,7 @@ def test_from_the_tag_to_pip_install(
     release_samples.write_gpu_tests(tests, sha256, modules)
     release_samples.write_ptx_run(project)
     project.tag()
-    assert run(project) == 0, capsys.readouterr().err
+    run(project)
     upload(out / "package-index" / built.name, tmp_path)
     shutil.copytree(out / "assets", tmp_path / "releases" / TAG)
     given = ["--releases", str(tmp_path / "releases"), "--out", str(tmp_path / "index")]
