@@ -260,13 +260,6 @@ def test_the_loss_falls(workload: str) -> None:
     assert history["probe"] < 0.9 * history["loss"][1]
 
 
-def test_the_corpus_is_program_text() -> None:
-    text = corpus()
-    assert text.dtype == torch.uint8
-    assert len(text) > 10_000_000
-    assert b"def forward(self" in bytes(text[:5_000_000].tolist())
-
-
 def test_the_language_model_sees_no_byte_to_come() -> None:
     workload = Language(LANGUAGE_SIZES["tiny"])
     model = workload.model(find_attention("sdpa"))

@@ -57,6 +57,11 @@ class Call:
             bias = part if bias is None else bias + part
         return bias
 
+    def bias_of(self, keys: slice) -> torch.Tensor:
+        """Returns what the bias of a plain call adds to the scores of some keys, in their dtype."""
+        assert self.mask is not None
+        return (self.mask if self.mask.shape[-1] == 1 else self.mask[..., keys]).to(self.q)
+
     def by_rows(self, size: int) -> Iterator[Call]:
         """Yields the call of so many queries at a time; it has no causal mask, see `plain`."""
         for start in range(0, self.q.shape[-2], size):

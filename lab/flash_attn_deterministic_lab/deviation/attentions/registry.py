@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from ...attentions import ATTENTIONS
 from ...attentions import Attention as Kernel
 from ...attentions.attention import FLOAT32
-from ...attentions.named import find_callable, first_line_or_kind
+from ...attentions.named import find_callable
 from ...errors import ArgumentError
 from ..emulate.explicit import explicit_attention, softmax
 from ..emulate.gradients import DELTAS, emulated_attention
@@ -166,36 +165,3 @@ def made_by(name: str, argument: str) -> Any:
     except ValueError:  # builtins have no signature
         pass
     return factory()
-
-
-def missing(
-    attention: Attention, device: str, dtype: torch.dtype, head_dim: int, backward: bool
-) -> str:
-    """Tries an attention; returns "", or the first line of what it raised."""
-    q, k, v = (
-        torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=backward)
-        for _ in range(3)
-    )
-    try:
-        # torch explains in warnings why a backend does not take a call.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = attention(q, k, v)
-            if backward:
-                torch.autograd.backward([out.sum()])
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except Exception as error:  # kernels raise what they raise
-        return first_line_or_kind(error)
-    return ""
-
-
-@functools.lru_cache
-def usable(
-    names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
-) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Returns the attentions of these names that work, and why the others don't."""
-    found = {name: find_attention(name) for name in names}
-    why = {name: missing(found[name], device, dtype, head_dim, backward) for name in names}
-    works = {name: attention for name, attention in found.items() if not why[name]}
-    return works, {name: reason for name, reason in why.items() if reason}
