@@ -78,7 +78,6 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert set(value["layers"]) == {"qkv.weight", "qkv.bias"}
     assert 0.02 < value["forward"]["00"][f"{module}:biased"][1] < 0.5
     assert value["missing"]["fa3"] == "fa3 does not run on cpu"
-    assert value["memory_bytes"] == 4 * 4 * 6 * (16 * 48 + 48)
     assert read_result(tmp_path, "gradients")["whole"].keys() == whole.keys()
 
 

@@ -236,20 +236,13 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(training_study, "train", fails)
     value = run_training(PLAN, tmp_path)
     assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
+    assert "missing: sdpa: no memory" in printed(value)
     # fp16 has nothing that it could be compared with.
     assert set(value["seeds"]["0"]) == {"base", "repeat"}
     assert left_out(PLAN, value) == 0
     # However short the time is, there is a first run: other studies begin with its weights.
     late = run_training(PLAN, tmp_path / "late", seconds=0)
     assert set(late["seeds"]["0"]) == {"base"}
-
-
-def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:
-    plan = replace(PLAN, runs=("fa3",), seeds=(0,))
-    value = run_training(plan, tmp_path)
-    assert set(value["seeds"]["0"]) == {"base"}
-    assert value["missing"]["fa3"] == "fa3 does not run on cpu"
-    assert "missing: fa3" in printed(value)
 
 
 @pytest.mark.parametrize("workload", ["drawings-tiny", "language-tiny"])
@@ -314,17 +307,11 @@ def test_a_workload_of_ones_own_and_its_optimizer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "workload", ["nowhere:f", "math:nothing", "math", "math:pi", "builtins:list", "drawings-huge"]
-)
-def test_bad_workloads_are_refused(workload: str) -> None:
-    with pytest.raises(ArgumentError, match="workload: expected"):
-        find_workload(workload)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
+        pytest.param({"workload": "math:pi"}, "workload: expected math:pi", id="no-callable"),
+        pytest.param({"workload": "builtins:list"}, "workload: expected builtins", id="no-parts"),
         pytest.param({"steps": -1}, "steps: expected at least 1", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
         pytest.param({"runs": ["explicit:p99"]}, "format: expected", id="format"),

@@ -22,7 +22,7 @@ from ..emulate.explicit import explicit_attention, softmax
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
-from .masks import Call, call_of
+from .masks import Call
 from .torch_lines import torch_lines
 
 DECODE = "-decode"  # behind the name of an attention
@@ -34,13 +34,21 @@ Attention = Callable[..., torch.Tensor]
 def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
     """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
 
-    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        call, dropout = call_of(*args, **kwargs)
-        if dropout:
-            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout}")
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout_p}")
         # Autocast would move the softmax of explicit attention to float32.
-        with torch.autocast(call.q.device.type, enabled=False):
-            return of(call)
+        with torch.autocast(query.device.type, enabled=False):
+            return of(Call(query, key, value, attn_mask, is_causal, scale))
 
     return attend
 

@@ -70,9 +70,7 @@ def _calls(cell: Cell) -> list[Call]:
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    stacked = [
-        [torch.stack(part)[:, None] for part in zip(*group, strict=True)] for group in groups
-    ]
+    stacked = [[torch.stack(part) for part in zip(*group, strict=True)] for group in groups]
     return [Call(q, k, v) for q, k, v in stacked]
 
 
@@ -102,9 +100,9 @@ def _compare(cell: Cell) -> Iterator[Result]:
     for call, golden, baseline in shared:
         flash = tiled_attention(call, PRESETS[cell.preset], steps, cell.block_c)
         yield {
-            "flash": deviation(flash, golden, number_format, 2),
-            "baseline": deviation(baseline, golden, number_format, 2),
-            "difference": deviation(flash, baseline.double(), number_format, 2),
+            "flash": deviation(flash, golden, number_format),
+            "baseline": deviation(baseline, golden, number_format),
+            "difference": deviation(flash, baseline.double(), number_format),
         }
 
 
@@ -120,7 +118,7 @@ def _gradients(cell: Cell) -> Iterator[Result]:
         dout = number_format.round(dout)
         golden = gradients_of("exact", call.to(torch.float64), dout)
         yield {
-            f"{label} {name}": deviation(actual, exact, number_format, 2)
+            f"{label} {name}": deviation(actual, exact, number_format)
             for label, attention in names.items()
             for name, actual, exact in zip(
                 ("dq", "dk", "dv"), gradients_of(attention, call, dout.to(call.q.dtype)), golden,
