@@ -12,7 +12,7 @@ from flash_attn_deterministic_lab.deviation.emulate.explicit import (
     golden_attention,
 )
 from flash_attn_deterministic_lab.deviation.emulate.simulate import tiled_attention
-from flash_attn_deterministic_lab.deviation.emulate.steps import PRESETS
+from flash_attn_deterministic_lab.deviation.emulate.steps import PRESETS, STEP_NAMES
 from flash_attn_deterministic_lab.deviation.forward.inputs import draw
 from flash_attn_deterministic_lab.deviation.numbers.formats import NumberFormat, parse_format
 
@@ -137,3 +137,15 @@ def test_draws_repeat(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], draw(name, 4, 50, 8)[0])
     assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize("step", STEP_NAMES)
+def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
+    q, k, v = _qkv("fp32")
+    exact = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, {}, 16)
+    rounded = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, {step: parse_format("p4")}, 16)
+    if step == "row_max":
+        # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
+        assert 0 < _error(rounded, exact.double()) < 1e-5
+    else:
+        assert _error(rounded, exact.double()) > 1e-4
