@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 from flash_attn_deterministic import flash_attn_func
@@ -53,12 +52,6 @@ def another_function(
 ) -> torch.Tensor:
     """Forgets the mask."""
     return flash_attn_func(q, k, v)
-
-
-def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """Keeps all rows, in its own time."""
-    time.sleep(0.2)
-    return flash_attn_func(q, k, v, causal=causal)
 
 
 _CALLS: list[int] = []

@@ -17,8 +17,7 @@ import torch
 from flash_attn_deterministic_lab.attentions import ATTENTIONS, find_attention
 from flash_attn_deterministic_lab.bench import ahead, cases
 from flash_attn_deterministic_lab.bench import measure as measuring
-from flash_attn_deterministic_lab.bench.compare import compare
-from flash_attn_deterministic_lab.bench.measure import measure, summarise
+from flash_attn_deterministic_lab.bench.measure import compare, measure, summarise
 from flash_attn_deterministic_lab.bench.problem import Problem, Shape
 from flash_attn_deterministic_lab.cli import main, use_paths
 

@@ -1,28 +1,25 @@
-"""Times attention over several GPUs: against one of them, and against torch's context parallel.
+"""Times attention over several GPUs beside one of them.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m tests.benchmarks.ranks --out docs/results/ranks.json
 
-bfloat16. Ours over all ranks, as planned and with each way to divide heads, ours on one GPU (where
-the memory suffices), and with --peers F.scaled_dot_product_attention within torch's
-context_parallel, one after another in one process group. A time is the largest over the ranks of
-each rank's median. Beside them: what the model of the planner says, the memory that a rank takes at
-its peak beyond inputs, the host's time for a call, and whether all bits are those of one GPU.
+bfloat16. Ours over all ranks, as planned and with each way to divide heads, and on one GPU, one
+after another in one process group. A time is the largest over the ranks of each rank's median.
+Beside them: what the model of the planner says, the memory that a rank takes at its peak beyond
+inputs, the host's time for a call, and whether all bits are those of one GPU.
 The file is written after each time, what matters most first: "unfinished" is the case in work.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,8 @@ from flash_attn_deterministic.distributed.plan import Shape as PlanShape
 from flash_attn_deterministic.distributed.plan import plan_of
 from flash_attn_deterministic.verify.shared.files import json_text, write_files
 from flash_attn_deterministic.verify.shared.provenance import provenance
-from torch.distributed.device_mesh import init_device_mesh
 
-ONE_GPU_UP_TO = 262_144
 Attend = Callable[..., torch.Tensor]
-Context = Callable[[], AbstractContextManager[Any]]
 CUT: dict[str, Any] = {"order": "zigzag"}
 
 
@@ -69,11 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--lengths", type=int, nargs="*", help="of H32/8 D128 instead of all shapes"
-    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too")
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.device == "cuda":
@@ -99,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
             if dist.get_rank() == 0:
                 write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
 
-        for shape in [Shape(seqlen) for seqlen in arguments.lengths or ()] or SHAPES:
+        for shape in SHAPES:
             case = Case(shape, arguments.device, arguments.repeats)
-            record["cases"].append(case.measured(arguments.peers, write))
+            record["cases"].append(case.measured(write))
             write(None)
             if dist.get_rank() == 0:
                 print(record["cases"][-1], flush=True)
@@ -124,57 +114,35 @@ class Case:
         self._ranks = dist.get_world_size()
 
     def measured(
-        self, peers: bool = False, write: Callable[[dict[str, Any]], None] = lambda found: None
+        self, write: Callable[[dict[str, Any]], None] = lambda found: None
     ) -> dict[str, Any]:
-        """Returns seconds, bytes, and what follows of them.
-
-        Args:
-            peers: whether to time torch's context_parallel too.
-            write: gets what has been found, after each time.
-        """
+        """Returns seconds, bytes, and what follows of them; `write` gets them after each time."""
         found: dict[str, Any] = {
-            "shape": vars(self._shape) | {},
-            "seconds": {},
-            "peak_bytes": {},
-            "refused": {},
+            "shape": asdict(self._shape), "seconds": {}, "peak_bytes": {}, "refused": {},
             "model": self._modelled(),
-        }
+        }  # fmt: skip
         mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
-        sides: dict[str, tuple[Attend, bool, Context]] = {}
-        over: Any = functools.partial(distributed.flash_attn_func, **mask, **CUT)
-        sides["planned"] = (over, True, nullcontext)
+        planned: Attend = functools.partial(distributed.flash_attn_func, **mask, **CUT)
         one: Any = functools.partial(flash_attn_func, **mask)
-        if self._shape.seqlen <= ONE_GPU_UP_TO:
-            sides["one"] = (one, False, nullcontext)
+        sides: dict[str, Attend] = {"planned": planned, "one": one}
         for degree in range(1, self._ranks + 1):
             is_planned = degree == found["model"]["degree"]
             if not (is_planned or self._ranks % degree or self._shape.nheads_k % degree):
-                divided = functools.partial(over, ulysses_degree=degree)
-                sides[f"heads over {degree}"] = (divided, True, nullcontext)
-        if peers and self._device == "cuda" and self._shape.window < 0:
-            mesh = init_device_mesh("cuda", (self._ranks,))
-            sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
-        for name, (attend, is_cut, context) in sides.items():
+                sides[f"heads over {degree}"] = functools.partial(planned, ulysses_degree=degree)
+        for name, attend in sides.items():
             try:
-                found["seconds"][name], found["peak_bytes"][name] = self._timed(
-                    attend, is_cut, context
-                )
-            except Exception as error:
-                # torch's context_parallel is a prototype: it may refuse.
-                if attend is not sdpa and not isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise
+                times = self._timed(attend, is_cut=name != "one")
+                found["seconds"][name], found["peak_bytes"][name] = times
+            except torch.cuda.OutOfMemoryError as error:
                 found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
             write(found)
         seconds = found["seconds"]
-        for key, name, times in (("efficiency", "one", self._ranks), ("over_peer", "peer", 1)):
-            other = seconds.get("context_parallel" if name == "peer" else name, {})
-            found[key] = {
-                part: value / times / seconds["planned"][part]
-                for part, value in other.items()
-                if not part.startswith("host")
-            }
         if "one" in seconds:
-            found["same_bits"] = self._same_bits(sides["planned"][0], sides["one"][0])
+            found["efficiency"] = {
+                part: seconds["one"][part] / self._ranks / seconds["planned"][part]
+                for part in ("forward", "both")
+            }
+            found["same_bits"] = self._same_bits(planned, one)
         return found
 
     def _modelled(self) -> dict[str, Any]:
@@ -210,9 +178,7 @@ class Case:
             tensors.append(distributed.shard(whole, 1, **CUT) if is_cut else whole)
         return tensors
 
-    def _timed(
-        self, attend: Attend, is_cut: bool, context: Context
-    ) -> tuple[dict[str, float], int]:
+    def _timed(self, attend: Attend, is_cut: bool) -> tuple[dict[str, float], int]:
         """Returns seconds of the forward and of both directions, and the bytes at the peak.
 
         The bytes are those beyond q, k, v and dout: out, softmax_lse and the gradients are in them.
@@ -233,11 +199,8 @@ class Case:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with context():
-            times = {
-                name: self._median(run) for name, run in (("forward", forward), ("both", both))
-            }
-            times |= {"host": self._host(forward, times), "host_both": self._host(both, times)}
+        times = {"forward": self._median(forward), "both": self._median(both)}
+        times |= {"host": self._host(forward, times), "host_both": self._host(both, times)}
         peak = torch.cuda.max_memory_allocated() - before if self._device == "cuda" else 0
         return times, peak
 
@@ -283,28 +246,6 @@ class Case:
         total = torch.tensor([differing], device=self._device)
         dist.all_reduce(total)
         return int(total) == 0
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What torch's context_parallel replaces. It takes as many KV heads as query heads."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (tensor.repeat_interleave(group, 2).transpose(1, 2) for tensor in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
-    return out.transpose(1, 2)
-
-
-@contextlib.contextmanager
-def ring_attention(mesh: Any) -> Iterator[None]:
-    """torch's context parallel. The tensors are parts already: cutting only opens the context."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    unused = torch.empty(2 * mesh.size(), device="cuda")
-    with (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
-    ):
-        yield
 
 
 if __name__ == "__main__":

@@ -51,11 +51,6 @@ class Packed:
         )
         return cls(starts_q, starts_k, max(seqlens_q), max(seqlens_k))
 
-    @property
-    def batch(self) -> int:
-        """Returns the number of sequences."""
-        return len(self.cu_seqlens_q) - 1
-
     @functools.cached_property
     def seqused_k(self) -> Tensor:
         """Returns the keys of each sequence, (batch,) int32, for calls that want lengths."""

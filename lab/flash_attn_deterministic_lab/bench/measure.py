@@ -18,11 +18,12 @@ from ..attentions.registry import OURS
 from ..errors import UnavailableError
 from ..shared.timing import capture, on_cpu, peak_memory, rotation, summary, within
 from .cases import KERNEL_HEAD_DIMS, Study
-from .compare import compare
 from .problem import Problem, Shape
 
 READ = "read"  # stands for a kernel that only reads keys and values: the floor of a decode
 _REASON = 160  # characters of the reason why an attention failed
+# Far above the roundings of 16-bit numbers, far below the effect of another mask.
+_TOLERANCE = 0.05
 Result = tuple[torch.Tensor, ...]
 Call = Callable[[], Result]
 
@@ -134,6 +135,27 @@ def _prepare(
     # A workspace that an attention keeps counts; what autograd saved for a backward does not.
     kept = 0 if shape.kind == "backward" else torch.cuda.memory_allocated() - before - results
     return calls, result, max(0, kept) + peak_memory(calls[0])
+
+
+def compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Compares results of a peer with ours.
+
+    Both the largest and the root mean square difference count: the largest alone would miss errors
+    in rows of small numbers, such as the later ones of a causal mask.
+
+    Raises:
+        ValueError: they differ by more than roundings.
+    """
+    shapes = [[tuple(t.shape) for t in side] for side in (results, expected)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the result has shape {shapes[0]}, ours has {shapes[1]}")
+    for result, ours in zip(results, expected, strict=True):
+        gap = result.float() - ours.float()
+        largest, scale = float(gap.abs().max()), float(ours.float().abs().max())
+        rms, rms_scale = (float(t.float().square().mean().sqrt()) for t in (gap, ours))
+        # Not "above": a NaN is neither above nor below.
+        if not (largest <= _TOLERANCE * scale and rms <= _TOLERANCE * rms_scale):
+            raise ValueError(f"the result differs from ours by {largest:.3g}, rms {rms:.3g}")
 
 
 def _call(attention: Attention, problem: Problem) -> Call:

@@ -206,20 +206,15 @@ def _weights(arguments: argparse.Namespace) -> None:
 
 
 def _forward(arguments: argparse.Namespace) -> None:
-    from .forward.plan import Plan, quick_plan, run_forward
+    from .forward.plan import Plan, run_forward
 
-    plan = Plan(seeds=arguments.seeds)
-    run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
+    run_forward(Plan(arguments.seeds, arguments.quick), arguments.out)
 
 
-def _kernels(arguments: argparse.Namespace) -> object:
+def _kernels(arguments: argparse.Namespace) -> None:
     from .kernels.kernel_study import KernelPlan, run_kernels
 
-    plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
-    value = run_kernels(plan, arguments.out)
-    for name, message in value["failed"].items():
-        print(f"failed: {name}: {message}", file=sys.stderr)
-    return value["failed"]
+    run_kernels(KernelPlan(arguments.device, arguments.quick, arguments.seeds), arguments.out)
 
 
 def _training(arguments: argparse.Namespace) -> None:

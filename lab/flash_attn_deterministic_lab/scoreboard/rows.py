@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -87,26 +86,6 @@ class Row:
                 yield name, self.run(attend, shape, sizes.seqlen, *numbers)
 
 
-ROWS: list[Row] = []
-
-
-def _row(
-    row_id: str,
-    promise: str,
-    words: str,
-    numbers: Callable[[Sizes], Iterable[tuple[int, ...]]],
-    **more: Any,
-) -> Callable[[Callable[..., Pairs]], Callable[..., Pairs]]:
-    """Adds a row of the function that it decorates."""
-
-    def add(run: Callable[..., Pairs]) -> Callable[..., Pairs]:
-        ROWS.append(Row(row_id, promise, run, numbers, words, **more))
-        return run
-
-    return add
-
-
-@_row("run-to-run", "repeating the call", "B{} q{} k{L}", lambda sizes: ((4, sizes.seqlen), (2, 1)))
 def _run_to_run(attend: Attend, shape: Heads, seqlen: int, batch: int, seqlen_q: int) -> Pairs:
     inputs = shape.inputs(batch, seqlen_q, seqlen)
     first = attend(*inputs)
@@ -114,18 +93,6 @@ def _run_to_run(attend: Attend, shape: Heads, seqlen: int, batch: int, seqlen_q:
         yield f"call {time + 2}", (attend(*inputs), first)
 
 
-@_row(
-    "decode-batch",
-    "who else is in the batch (one query)",
-    "B{} q{} k{L}",
-    lambda sizes: ((batch, 1) for batch in sizes.batches),
-)
-@_row(
-    "batch",
-    "who else is in the batch (prefill)",
-    "B{} q{} k{L}",
-    lambda sizes: ((batch, sizes.seqlen) for batch in sizes.batches),
-)
 def _batch(attend: Attend, shape: Heads, seqlen: int, batch: int, seqlen_q: int) -> Pairs:
     causal = seqlen_q > 1
     inputs = shape.inputs(batch, seqlen_q, seqlen)
@@ -140,7 +107,6 @@ def _chunks(sizes: Sizes) -> Iterable[tuple[int, int]]:
     return (0, 63), (seqlen // 2, seqlen - 1), (seqlen - 70, seqlen - 4)
 
 
-@_row("chunk", "how the queries are cut", "L{L} rows {}-{}", _chunks)
 def _chunk(attend: Attend, shape: Heads, seqlen: int, first: int, last: int) -> Pairs:
     q, k, v = shape.inputs(2, seqlen, seqlen)
     whole = attend(q, k, v, causal=True)
@@ -148,12 +114,6 @@ def _chunk(attend: Attend, shape: Heads, seqlen: int, first: int, last: int) -> 
     yield "rows", (part, whole[:, first : last + 1])
 
 
-@_row(
-    "decode",
-    "a row of a prefill, or one query over a cache",
-    "L{L} row {}",
-    lambda sizes: ((15,), (sizes.seqlen // 2,), (sizes.seqlen - 1,)),
-)
 def _decode(attend: Attend, shape: Heads, seqlen: int, row: int) -> Pairs:
     q, k, v = shape.inputs(2, seqlen, seqlen)
     whole = attend(q, k, v, causal=True)
@@ -161,13 +121,6 @@ def _decode(attend: Attend, shape: Heads, seqlen: int, row: int) -> Pairs:
     yield "row", (step, whole[:, row : row + 1])
 
 
-@_row(
-    "capacity",
-    "room behind the sequence",
-    "q{} k{L} room {}",
-    lambda sizes: ((1, 64), (1, 1000), (20, 300)),
-    lengths=True,
-)
 def _capacity(attend: Attend, shape: Heads, seqlen: int, seqlen_q: int, room: int) -> Pairs:
     q, k, v = shape.inputs(2, seqlen_q, seqlen + room)
     lengths = torch.full((2,), seqlen, dtype=torch.int32, device=q.device)
@@ -175,12 +128,6 @@ def _capacity(attend: Attend, shape: Heads, seqlen: int, seqlen_q: int, room: in
     yield "rows", (attend(q, k, v, causal=True, seqlens_k=lengths), exact)
 
 
-@_row(
-    "heads",
-    "KV groups alone or together; shared or repeated keys",
-    "q{} k{L}",
-    lambda sizes: ((sizes.seqlen,), (1,)),
-)
 def _heads(attend: Attend, shape: Heads, seqlen: int, seqlen_q: int) -> Pairs:
     q, k, v = shape.inputs(2, seqlen_q, seqlen)
     group = shape.nheads // shape.nheads_k
@@ -200,7 +147,6 @@ def _gradients(
     return list(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
 
 
-@_row("backward", "repeating the backward", "B4 L{L}", lambda sizes: ((),), gradients=True)
 def _backward_repeats(attend: Attend, shape: Heads, seqlen: int) -> Pairs:
     inputs = shape.inputs(4, seqlen, seqlen)
     dout = shape.draw(4, seqlen, shape.nheads, 4)
@@ -211,13 +157,6 @@ def _backward_repeats(attend: Attend, shape: Heads, seqlen: int) -> Pairs:
             yield f"{name}, call {time + 2}", (left, right)
 
 
-@_row(
-    "backward-batch",
-    "who else is in the batch (gradients)",
-    "B{} L{}",
-    lambda sizes: ((batch, sizes.seqlen) for batch in sizes.batches[:2]),
-    gradients=True,
-)
 def _backward_batch(attend: Attend, shape: Heads, seqlen: int, batch: int, length: int) -> Pairs:
     inputs = shape.inputs(batch, length, length)
     dout = shape.draw(batch, length, shape.nheads, 4)
@@ -227,14 +166,6 @@ def _backward_batch(attend: Attend, shape: Heads, seqlen: int, batch: int, lengt
         yield name, (left[:1], right)
 
 
-@_row(
-    "neighbour-9-10",
-    "a neighbour that grows from 9 to 10 tokens",
-    "{} keys beside 9, then 10",
-    lambda sizes: ((9,), (sizes.seqlen,)),
-    lengths=True,
-    source="vllm #51902",
-)
 def _neighbour(attend: Attend, shape: Heads, seqlen: int, own: int) -> Pairs:
     outs = []
     q, k, v = shape.inputs(2, 1, max(own, 10))
@@ -245,13 +176,6 @@ def _neighbour(attend: Attend, shape: Heads, seqlen: int, own: int) -> Pairs:
     yield "its own row", (outs[0], outs[1])
 
 
-@_row(
-    "one-or-k+1",
-    "one query, or k more behind it",
-    "1 query or {}, {L} keys",
-    lambda sizes: ((2,), (5,), (8,)),
-    source="vllm #54506",
-)
 def _one_against_more(attend: Attend, shape: Heads, seqlen: int, several: int) -> Pairs:
     q, k, v = shape.inputs(2, several, seqlen)
     together = attend(q, k, v, causal=True)
@@ -259,13 +183,6 @@ def _one_against_more(attend: Attend, shape: Heads, seqlen: int, several: int) -
     yield "the first query", (attend(q[:, :1], k[:, :own], v[:, :own]), together[:, :1])
 
 
-@_row(
-    "tile-of-batch",
-    "a tile that follows the batch",
-    "L{} B1-{}",
-    lambda sizes: ((seqlen, 64 if sizes.device == "cuda" else 8) for seqlen in (17, 130)),
-    source="flashinfer #2424",
-)
 def _tile_of_the_batch(attend: Attend, shape: Heads, seqlen: int, length: int, most: int) -> Pairs:
     inputs = shape.inputs(most, length, length)
     alone = attend(*(t[:1] for t in inputs), causal=True)
@@ -276,8 +193,40 @@ def _tile_of_the_batch(attend: Attend, shape: Heads, seqlen: int, length: int, m
         batch *= 2
 
 
-# Of batch * nheads * seqlen_q * seqlen_k * 2 bytes: 32 MiB a sequence.
-_row("workspace-256MB", "a workspace below or above 256 MB (gradients)", "B{} L{}",
-     lambda sizes: ((8, 1024), (9, 1024)) if sizes.device == "cuda" else (),
-     gradients=True, source="cudnn-frontend #398",
-     shape=Heads(16, 16, 128, "cuda"))(_backward_batch)  # fmt: skip
+def _cases(*numbers: tuple[int, ...]) -> Callable[[Sizes], Iterable[tuple[int, ...]]]:
+    """The same cases whatever the sizes."""
+    return lambda sizes: numbers
+
+
+ROWS = (
+    Row("run-to-run", "repeating the call", _run_to_run,
+        lambda sizes: ((4, sizes.seqlen), (2, 1)), "B{} q{} k{L}"),
+    Row("batch", "who else is in the batch (prefill)", _batch,
+        lambda sizes: ((batch, sizes.seqlen) for batch in sizes.batches), "B{} q{} k{L}"),
+    Row("decode-batch", "who else is in the batch (one query)", _batch,
+        lambda sizes: ((batch, 1) for batch in sizes.batches), "B{} q{} k{L}"),
+    Row("chunk", "how the queries are cut", _chunk, _chunks, "L{L} rows {}-{}"),
+    Row("decode", "a row of a prefill, or one query over a cache", _decode,
+        lambda sizes: ((15,), (sizes.seqlen // 2,), (sizes.seqlen - 1,)), "L{L} row {}"),
+    Row("capacity", "room behind the sequence", _capacity,
+        _cases((1, 64), (1, 1000), (20, 300)), "q{} k{L} room {}", lengths=True),
+    Row("heads", "KV groups alone or together; shared or repeated keys", _heads,
+        lambda sizes: ((sizes.seqlen,), (1,)), "q{} k{L}"),
+    Row("backward", "repeating the backward", _backward_repeats, _cases(()), "B4 L{L}",
+        gradients=True),
+    Row("backward-batch", "who else is in the batch (gradients)", _backward_batch,
+        lambda sizes: ((batch, sizes.seqlen) for batch in sizes.batches[:2]), "B{} L{}",
+        gradients=True),
+    Row("neighbour-9-10", "a neighbour that grows from 9 to 10 tokens", _neighbour,
+        lambda sizes: ((9,), (sizes.seqlen,)), "{} keys beside 9, then 10", lengths=True,
+        source="vllm #51902"),
+    Row("one-or-k+1", "one query, or k more behind it", _one_against_more,
+        _cases((2,), (5,), (8,)), "1 query or {}, {L} keys", source="vllm #54506"),
+    Row("tile-of-batch", "a tile that follows the batch", _tile_of_the_batch,
+        lambda sizes: ((seqlen, 64 if sizes.device == "cuda" else 8) for seqlen in (17, 130)),
+        "L{} B1-{}", source="flashinfer #2424"),
+    # Of batch * nheads * seqlen_q * seqlen_k * 2 bytes: 32 MiB a sequence.
+    Row("workspace-256MB", "a workspace below or above 256 MB (gradients)", _backward_batch,
+        lambda sizes: ((8, 1024), (9, 1024)) if sizes.device == "cuda" else (), "B{} L{}",
+        gradients=True, source="cudnn-frontend #398", shape=Heads(16, 16, 128, "cuda")),
+)  # fmt: skip

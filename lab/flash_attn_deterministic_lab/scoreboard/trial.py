@@ -14,7 +14,7 @@ import torch
 from ..attentions import find_attention
 from ..attentions.attention import GRADIENTS, Attention
 from ..attentions.named import kind_and_line
-from ..bench.compare import compare
+from ..bench.measure import compare
 from ..shared.bits import difference
 from ..shared.commands import variable
 from .rows import ROWS, Attend, Heads, Row, Sizes

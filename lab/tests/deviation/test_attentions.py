@@ -17,19 +17,20 @@ from torch.nn import functional
 NAMES = ("ours", "ours-atomics", "ours+residual", "sdpa", "sdpa-math", "explicit", "explicit:p24",
          "exact", "paper", "kernel", "kernel:bf16", "kernel+residual", "tree", "fa4-steps",
          "lines+exact", "torch-lines", "torch-lines-shifted")  # fmt: skip
+LENGTH = 80  # more than a block of 64 keys
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
     "scale": {"scale": 0.5},
-    "mask": {"attn_mask": torch.ones(24, 24).tril(2).bool()},
-    "bias": {"attn_mask": torch.linspace(-3, 0, 24)[None].expand(24, 24)},
+    "mask": {"attn_mask": torch.ones(LENGTH, LENGTH).tril(2).bool()},
+    "bias": {"attn_mask": torch.linspace(-3, 0, LENGTH)[None].expand(LENGTH, LENGTH)},
 }
 
 
 def _tensors(heads_k: int = 2) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     heads = (2, heads_k, heads_k, 2)
-    return [torch.randn(2, h, 24, 16, generator=generator).to(torch.bfloat16) for h in heads]
+    return [torch.randn(2, h, LENGTH, 16, generator=generator).to(torch.bfloat16) for h in heads]
 
 
 def _call(name: str, **options: Any) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_every_attention_is_torchs_forward_and_backward(name: str, option: str) 
         assert float(error) < 0.03, (name, option)
 
 
-LATER = torch.ones(24, 24).triu(1) > 0
+LATER = torch.ones(LENGTH, LENGTH).triu(1) > 0
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,8 @@ LATER = torch.ones(24, 24).triu(1) > 0
     [
         {"is_causal": True, "scale": 0.5},
         {"attn_mask": ~LATER},
-        {"attn_mask": torch.zeros(2, 1, 24, 24).masked_fill(LATER, -math.inf)},
-        {"attn_mask": torch.zeros(24, 24).masked_fill(LATER, -65504.0)},
+        {"attn_mask": torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(LATER, -math.inf)},
+        {"attn_mask": torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -65504.0)},
     ],
     ids=["causal", "mask", "bias", "large"],
 )

@@ -4,27 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flash_attn_deterministic_lab.deviation.emulate.steps import LINES, STEP_NAMES
+from flash_attn_deterministic_lab.deviation.emulate.steps import STEP_NAMES
 from flash_attn_deterministic_lab.deviation.forward.cells import Cell, run_cell
-from flash_attn_deterministic_lab.deviation.forward.plan import (
-    FIGURES,
-    Plan,
-    forward_points,
-    quick_plan,
-    run_forward,
-)
 from flash_attn_deterministic_lab.deviation.study.files import (
     SCHEMA,
     read_result,
-    whole_file,
     write_result,
 )
 from flash_attn_deterministic_lab.errors import ArgumentError
-
-PLAN = Plan(
-    presets=("paper",), figures=("3",), inputs=("uniform",), seeds=2, seqlens=(16, 32, 48),
-    head_dim=16, sram=512, quick=True,
-)  # fmt: skip
 
 
 def test_cells_are_the_seeds_own() -> None:
@@ -58,36 +45,12 @@ def test_d_from_the_rounded_output_and_its_cures(inputs: str, name: str) -> None
     assert found["rounded dv"] == found["exact dv"]  # D is no part of dv
 
 
-def test_a_plan_without_draws_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="seeds: expected at least 1, got 0"):
-        run_forward(replace(PLAN, seeds=0), tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-def test_every_figure_has_cells() -> None:
-    assert Plan().figures == tuple(FIGURES)
-    for plan in (Plan(), quick_plan(Plan())):
-        assert all(FIGURES[name](plan) for name in FIGURES)
-
-
 def test_only_and_exempt_take_steps_together() -> None:
     cell = Cell(only="rescale+weight")
     _, steps = cell.number_formats()
     assert set(steps) == {"rescale", "weight"}
     _, steps = replace(cell, only="", exempt="rescale+weight").number_formats()
     assert set(steps) == set(STEP_NAMES) - {"rescale", "weight"}
-
-
-def test_one_rounding_per_line_is_the_paper_preset_without_the_products() -> None:
-    lines = run_cell(Cell(preset="lines", seqlen=64, seeds=2))
-    exempt = run_cell(Cell(exempt=LINES, seqlen=64, seeds=2))
-    assert lines == exempt
-
-
-def test_results_read_back_as_they_were(tmp_path: Path) -> None:
-    run_forward(PLAN, tmp_path)
-    figures = forward_points(read_result(tmp_path, "forward"))
-    assert [cell for cell, _ in figures["3"]] == FIGURES["3"](PLAN)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"kind": "training"}', '{"kind":"forward","schema":0}'])
@@ -97,28 +60,7 @@ def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
         read_result(tmp_path, "forward")
 
 
-def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
-    def fail() -> None:
-        with whole_file(tmp_path / "file") as temporary:
-            temporary.write_text("half")
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        fail()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_json_has_no_nan(tmp_path: Path) -> None:
     value = {"kind": "a", "schema": SCHEMA, "a": [float("nan"), float("inf"), 1 / 3]}
     write_result(tmp_path, value)
     assert read_result(tmp_path, "a")["a"] == [None, None, 0.3333]
-
-
-def test_figures_have_what_the_papers_have() -> None:
-    plan = Plan()
-    four = ["bf16", "fp16", "fp32", "fp64"]
-    golden = [cell for cell in FIGURES["4"](plan) if cell.preset == "paper"]
-    assert list(dict.fromkeys(cell.format for cell in golden)) == four
-    assert list(dict.fromkeys(cell.format for cell in FIGURES["6c"](plan))) == four
-    assert plan.base().block_c == 64
-    assert Plan(sram=1000).base().block_c == 4  # rounded up

@@ -12,11 +12,10 @@ import pytest
 import torch
 from flash_attn_deterministic_lab.cli import main
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
-from flash_attn_deterministic_lab.deviation.emulate.gradients import kept_output
+from flash_attn_deterministic_lab.deviation.emulate.steps import PRESETS
 from flash_attn_deterministic_lab.deviation.instrument import gradients
 from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
 from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, Target, load_target
-from flash_attn_deterministic_lab.deviation.numbers.formats import parse_format
 from flash_attn_deterministic_lab.deviation.study.files import read_result
 from flash_attn_deterministic_lab.errors import ArgumentError
 from torch import nn
@@ -77,7 +76,6 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert set(value["layers"]) == {"qkv.weight", "qkv.bias"}
     assert 0.02 < value["forward"]["00"][f"{module}:biased"][1] < 0.5
     assert value["missing"]["fa3"] == "fa3 does not run on cpu"
-    assert value["memory_bytes"] == 4 * 4 * 6 * (16 * 48 + 48)
     assert read_result(tmp_path, "gradients")["whole"].keys() == whole.keys()
 
 
@@ -165,13 +163,22 @@ def test_a_weight_that_a_batch_does_not_use_has_no_gradient_there(tmp_path: Path
 def test_rows_without_a_key_are_zero() -> None:
     q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first row sees nothing
-    for name in ("exact", "explicit", "explicit:p24", "kernel", "torch-lines"):
+    for name in (
+        "exact",
+        "explicit",
+        "explicit:p24",
+        *PRESETS,
+        "torch-lines",
+        "torch-lines-shifted",
+    ):
         leaf = q.clone().requires_grad_()
         out = find_attention(name)(leaf, leaf, leaf, attn_mask=mask)
         assert not out[..., 0, :].any(), name
         (gradient,) = torch.autograd.grad(out.sum(), leaf)
         assert gradient.isfinite().all(), name
-        assert torch.allclose(out, functional.scaled_dot_product_attention(q, q, q, mask))
+        if name != "fp8":  # whose P has 4 bits
+            assert torch.allclose(out, functional.scaled_dot_product_attention(q, q, q, mask),
+                                  atol=1e-3), name  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -238,30 +245,6 @@ def test_models_without_a_gradient_are_refused(
         run_gradients(ModelPlan("m", ("explicit",)), target, tmp_path)
     with pytest.raises(ArgumentError, match="attention: expected at least one name"):
         run_gradients(ModelPlan("m", ()), target, tmp_path)
-
-
-def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its path, or as a module of the working directory."""
-    (tmp_path / "of_mine.py").write_text(
-        "import torch\nmodel = lambda: torch.nn.Linear(2, 2)\nbatches = lambda: [1, 2]\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [part for part in sys.path if part not in ("", ".")])
-    for name in (f"{tmp_path}/of_mine.py", "of_mine.py", "of_mine"):
-        target = load_target(f"{name}:model", f"{name}:batches", 2, "cpu")
-        assert target.batches == [1, 2]
-        assert isinstance(target.model, nn.Linear)
-    monkeypatch.delitem(sys.modules, "of_mine")
-
-
-def test_the_residual_gives_back_what_rounding_took() -> None:
-    generator = torch.Generator().manual_seed(0)
-    out = torch.randn(50, 64, generator=generator) * torch.logspace(-6, 3, 64)
-    number_format = parse_format("bf16")
-    lost = (kept_output(out, number_format, "rounded") - out).abs() / out.abs()
-    for delta, bits in (("residual", 2.0**-16), ("residual8", 2.0**-15)):
-        kept = kept_output(out, number_format, delta)
-        assert float(((kept - out).abs() / out.abs()).max()) <= bits < float(lost.max()) / 100
 
 
 def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

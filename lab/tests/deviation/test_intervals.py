@@ -62,16 +62,3 @@ def test_what_misses_is_not_a_number(values: list[float | None]) -> None:
     assert math.isnan(median_interval(values).middle)
     assert math.isnan(mean_interval(values).middle)
     assert str(median_interval(values)) == "nan"
-
-
-@pytest.mark.parametrize(
-    ("interval", "expected"),
-    [
-        pytest.param(Interval(2, 3, 4), True, id="inside"),
-        pytest.param(Interval(0, 3, 4), None, id="partly"),
-        pytest.param(Interval(6, 7, 8), False, id="outside"),
-        pytest.param(Interval(math.nan, math.nan, math.nan), None, id="nan"),
-    ],
-)
-def test_two_sided(interval: Interval, expected: bool | None) -> None:
-    assert interval.lies_in(1, 5) is expected

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic_lab.deviation.attentions import registry
+from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
 from flash_attn_deterministic_lab.deviation.kernels import kernel_study
 from flash_attn_deterministic_lab.deviation.kernels.kernel_study import (
     KernelPlan,
@@ -62,72 +64,47 @@ def test_what_does_not_run_here_says_why(study: dict[str, Any]) -> None:
     assert all(study["missing"]["forward"].values())
 
 
-@pytest.mark.parametrize("error", [UnavailableError("no dropout"), RuntimeError("no kernel\nat")])
-def test_a_backend_that_raises_is_missing(error: Exception) -> None:
-    def broken(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        raise error
+class _ForwardAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
 
-    attention: Any = broken
-    reason = registry.missing(attention, "cpu", torch.bfloat16, 64, backward=False)
-    assert reason == str(error).splitlines()[0]
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise UnavailableError("the backward is not there yet\nat all")
 
 
-def test_a_backend_without_backward_is_missing_there_alone() -> None:
-    class Forward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
-            return q.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            raise UnavailableError("the backward is not there yet")
-
-    def only_forward(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = Forward.apply(tensors[0])  # type: ignore[no-untyped-call]
-        return result
-
-    attention: Any = only_forward
-
-    def reason(backward: bool) -> str:
-        return registry.missing(attention, "cpu", torch.bfloat16, 64, backward)
-
-    assert reason(False) == ""
-    assert "backward is not there yet" in reason(True)
+def test_what_raises_is_missing_where_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("my_kernels")
+    module.attend = lambda q, *_, **__: _ForwardAlone.apply(q)  # type: ignore[attr-defined, no-untyped-call]
+    monkeypatch.setitem(sys.modules, "my_kernels", module)
+    monkeypatch.setattr(kernel_study, "COMPARED", ("my_kernels:attend", "explicit"))
+    value = run_kernels(PLAN, tmp_path)
+    reason = {"my_kernels:attend": "the backward is not there yet"}
+    assert value["missing"] == {"forward": {}, "backward": reason}
+    assert {point["backend"] for point in value["forward"]} == {"my_kernels:attend", "explicit"}
+    assert {point["backend"] for point in value["backward"]} == {"explicit"}
 
 
 def test_run_to_run_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention whose repeats differ by one unit of one element is found out."""
     calls = 0
+    plain = find_attention("sdpa-math")
 
     def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        out = registry.find_attention("sdpa-math")(q, k, v).detach().clone()
+        out = plain(q, k, v).detach().clone()
         if calls % 2:
             out.view(torch.int16)[0, 0, 0, 0] += 1
         return out
 
-    monkeypatch.setattr(
-        KernelPlan, "attentions", lambda *_, backward=False: {} if backward else {"ours": noisy}
-    )
-    for point in run_to_run(PLAN):
+    monkeypatch.setattr(kernel_study, "find_attention", lambda _: noisy)
+    for point in run_to_run(PLAN, "forward", {}):
         assert not point["same_bits"]
         assert point["max_difference"] > 0
-
-
-def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(plan: KernelPlan) -> list[dict[str, Any]]:
-        raise MemoryError("too small")
-
-    for name in kernel_study.PARTS:
-        monkeypatch.setitem(kernel_study.PARTS, name, lambda plan: [])
-    monkeypatch.setitem(kernel_study.PARTS, "backward", fails)
-    assert run_kernels(PLAN, tmp_path)["failed"] == {"backward": "MemoryError: too small"}
-    for name in kernel_study.PARTS:
-        monkeypatch.setitem(kernel_study.PARTS, name, fails)
-    with pytest.raises(RuntimeError, match="every part of the study failed"):
-        run_kernels(PLAN, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def test_bad_plans_are_refused(tmp_path: Path) -> None:

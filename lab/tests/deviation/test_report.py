@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from flash_attn_deterministic_lab.cli import main
-from flash_attn_deterministic_lab.deviation.forward.plan import Plan, run_forward
 from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
 from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
-from flash_attn_deterministic_lab.deviation.kernels.kernel_study import KernelPlan, run_kernels
 from flash_attn_deterministic_lab.deviation.report import page as page_module
 from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS
 from flash_attn_deterministic_lab.deviation.report.judging import (
@@ -31,17 +29,16 @@ from flash_attn_deterministic_lab.deviation.report.page import (
 from flash_attn_deterministic_lab.deviation.training.training_study import plan_of, run_training
 from flash_attn_deterministic_lab.errors import ArgumentError
 
-PLAN = Plan(
-    inputs=("uniform", "normal"), seeds=2, seqlens=(64, 128, 256, 512),
-    head_dim=16, sram=1024, quick=True,
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("studies")
-    run_forward(PLAN, folder / "forward")
-    run_kernels(KernelPlan("cpu", quick=True, seeds=1), folder / "kernels")
+    for study, *options in (
+        ["forward", "--seeds", "2"],
+        ["kernels", "--device", "cpu", "--seeds", "1"],
+    ):
+        arguments = ["deviation", study, "--quick", *options, "--out", str(folder / study)]
+        assert main(arguments) == 0
     runs = ("repeat", "paper", "init", "fp16-paper")
     run_training(plan_of("drawings-tiny", "cpu", 4, runs, (0, 1)), folder / "training")
     target = load_target("sinks-small", "", 2, "cpu")
@@ -58,9 +55,9 @@ def drawn(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def page(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("report")
-    written = write_report(folders, out)
-    assert [path.name for path in written] == ["report.html", "report.md", "deviation.json"]
-    return written[0].read_text()
+    assert main(["deviation", "report", *map(str, folders), "--out", str(out)]) == 0
+    assert {"report.html", "report.md", "deviation.json"} <= {path.name for path in out.iterdir()}
+    return (out / "report.html").read_text()
 
 
 def test_the_page_needs_no_other_file(page: str) -> None:
@@ -189,28 +186,14 @@ def test_bad_folders_are_refused(case: str, folders: list[Path], tmp_path: Path)
 # --- The command ---------------------------------------------------------------------------------
 
 
-def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
-    out = ["--out", str(tmp_path / "forward")]
-    forward = ["deviation", "forward", "--quick", "--seeds", "1", *out]
-    assert main(forward) == 0
-    assert main(["deviation", "report", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "forward" / "plots" / "fig3.svg").exists()
-    assert (tmp_path / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param(["forward", "--seeds", "0"], "seeds: expected", id="draws"),
-        pytest.param(["training", "--steps", "-1"], "steps: expected", id="steps"),
-        pytest.param(["gradients", "--model", "x"], "workload: expected", id="model"),
         pytest.param(
             ["tokens", "--quick", "--attention", "exact"], "attention: expected two", id="tokens"
         ),
         pytest.param(["weights", "no", "no"], "run: expected", id="weights"),
-        pytest.param(
-            ["training", "--workload", "no:no"], "workload: expected MODULE", id="workload"
-        ),
         pytest.param(["kernels", "--device", "cpu", "--seeds", "0"], "seeds: expected", id="seeds"),
         pytest.param(["report"], "results: expected", id="no-results"),
     ],

@@ -169,9 +169,3 @@ def test_batch_dependence_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     target = load_target("language-tiny", "", 3, "cpu")
     value = run_tokens(ModelPlan("m", ("mine", "explicit")), target, tmp_path)
     assert value["batch_invariant"] == {"mine": False, "explicit": True}
-
-
-def test_two_attentions_are_needed(tmp_path: Path) -> None:
-    target = load_target("language-tiny", "", 3, "cpu")
-    with pytest.raises(ArgumentError, match="attention: expected two names, got 1"):
-        run_tokens(ModelPlan("m", ("explicit",)), target, tmp_path)

@@ -155,12 +155,6 @@ def test_a_study_pairs_seeds_and_keeps_the_first_model(tmp_path: Path) -> None:
     assert "6 steps each" in text
 
 
-def test_sixteen_paired_seeds_are_the_default() -> None:
-    plan = plan_of("drawings-tiny", "cpu", 3)
-    assert plan.seeds == tuple(range(16))
-    assert {"repeat", "nudge-3", "init", "fp16-kernel"} <= {run.name for run in plan.ordered()}
-
-
 def test_jobs_train_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = replace(PLAN, runs=("repeat",))
     for jobs in (1, 2):
@@ -236,6 +230,7 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(training_study, "train", fails)
     value = run_training(PLAN, tmp_path)
     assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
+    assert "missing: sdpa: no memory" in printed(value)
     # fp16 has nothing that it could be compared with.
     assert set(value["seeds"]["0"]) == {"base", "repeat"}
     assert left_out(PLAN, value) == 0
@@ -244,27 +239,12 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(late["seeds"]["0"]) == {"base"}
 
 
-def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:
-    plan = replace(PLAN, runs=("fa3",), seeds=(0,))
-    value = run_training(plan, tmp_path)
-    assert set(value["seeds"]["0"]) == {"base"}
-    assert value["missing"]["fa3"] == "fa3 does not run on cpu"
-    assert "missing: fa3" in printed(value)
-
-
 @pytest.mark.parametrize("workload", ["drawings-tiny", "language-tiny"])
 def test_the_loss_falls(workload: str) -> None:
     setup = Setup(workload, "sdpa", steps=60, device="cpu")
     history, _, _ = train(setup, Run("base", against=""), 0, None, keep=False)
     assert history["loss"][-1] < 0.8 * history["loss"][1]
     assert history["probe"] < 0.9 * history["loss"][1]
-
-
-def test_the_corpus_is_program_text() -> None:
-    text = corpus()
-    assert text.dtype == torch.uint8
-    assert len(text) > 10_000_000
-    assert b"def forward(self" in bytes(text[:5_000_000].tolist())
 
 
 def test_the_language_model_sees_no_byte_to_come() -> None:
@@ -278,12 +258,6 @@ def test_the_language_model_sees_no_byte_to_come() -> None:
     assert first.shape == (4, 48, 256)
     assert torch.equal(first[:, :30], second[:, :30])
     assert not torch.equal(first[:, 30:], second[:, 30:])
-
-
-def test_a_hundred_million_parameters() -> None:
-    with torch.device("meta"):
-        model = Language(LANGUAGE_SIZES["100m"]).model(find_attention("sdpa"))
-    assert 0.9e8 < sum(p.numel() for p in model.parameters()) < 1.1e8
 
 
 class _Line:
@@ -321,17 +295,11 @@ def test_a_workload_of_ones_own_and_its_optimizer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "workload", ["nowhere:f", "math:nothing", "math", "math:pi", "builtins:list", "drawings-huge"]
-)
-def test_bad_workloads_are_refused(workload: str) -> None:
-    with pytest.raises(ArgumentError, match="workload: expected"):
-        find_workload(workload)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
+        pytest.param({"workload": "math:pi"}, "workload: expected math:pi", id="no-callable"),
+        pytest.param({"workload": "builtins:list"}, "workload: expected builtins", id="no-parts"),
         pytest.param({"steps": -1}, "steps: expected at least 1", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
         pytest.param({"runs": ["explicit:p99"]}, "format: expected", id="format"),

@@ -49,22 +49,6 @@ def test_means_are_those_of_the_result() -> None:
     assert "Not measured, for want of time: 1" in text
 
 
-def test_claims_of_deviation_fill_their_page() -> None:
-    claim = {"key": "null", "source": "us", "text": "Small.", "verdict": "holds", "condition": "",
-             "numbers": ["ours: 1 [0.9, 1.1]x"]}  # fmt: skip
-    other = {**claim, "key": "fig3", "text": "Large.", "condition": "if long"}
-    record = {
-        "hardware": {"gpu": "H100"}, "versions": {"torch": "2.11"}, "date": "2026-11-25",
-        "studies": {"training": "16 paired seeds"}, "claims": [claim, other],
-    }  # fmt: skip
-    results = {"deviation": record}
-    verdicts = tables.fill(page("deviation"), results, "x")
-    assert "| Small. | us | holds |\n| Large. | us | holds: if long |" in verdicts
-    assert "Studies: training: 16 paired seeds." in verdicts
-    numbers = tables.fill(page("deviation-matters"), results, "x")
-    assert "- Small. **holds**: ours: 1 [0.9, 1.1]x.\n<!--" in numbers
-
-
 @pytest.mark.parametrize(
     ("text", "results", "message"),
     [

@@ -57,6 +57,11 @@ class Call:
             bias = part if bias is None else bias + part
         return bias
 
+    def bias_of(self, keys: slice) -> torch.Tensor:
+        """Returns what the bias of a plain call adds to the scores of some keys, in their dtype."""
+        assert self.mask is not None
+        return (self.mask if self.mask.shape[-1] == 1 else self.mask[..., keys]).to(self.q)
+
     def by_rows(self, size: int) -> Iterator[Call]:
         """Yields the call of so many queries at a time; it has no causal mask, see `plain`."""
         for start in range(0, self.q.shape[-2], size):
@@ -91,17 +96,3 @@ def _hides(bias: torch.Tensor, places: torch.Tensor) -> bool:
     """Returns whether all places are hidden, also by a large number, as some models do."""
     there = bias.expand(*bias.shape[:-2], *places.shape)[..., places]
     return bool((there <= _HIDDEN).all())
-
-
-def call_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Call, float]:
-    """Returns what scaled_dot_product_attention is called with, and the dropout."""
-    return Call(query, key, value, attn_mask, is_causal, scale), dropout_p

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from ...attentions import ATTENTIONS
 from ...attentions import Attention as Kernel
 from ...attentions.attention import FLOAT32
-from ...attentions.named import find_callable, first_line_or_kind
+from ...attentions.named import find_callable
 from ...errors import ArgumentError
 from ..emulate.explicit import explicit_attention, softmax
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
-from .masks import Call, call_of
+from .masks import Call
 from .torch_lines import torch_lines
 
 DECODE = "-decode"  # behind the name of an attention
@@ -35,13 +34,21 @@ Attention = Callable[..., torch.Tensor]
 def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
     """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
 
-    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        call, dropout = call_of(*args, **kwargs)
-        if dropout:
-            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout}")
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout_p}")
         # Autocast would move the softmax of explicit attention to float32.
-        with torch.autocast(call.q.device.type, enabled=False):
-            return of(call)
+        with torch.autocast(query.device.type, enabled=False):
+            return of(Call(query, key, value, attn_mask, is_causal, scale))
 
     return attend
 
@@ -166,36 +173,3 @@ def made_by(name: str, argument: str) -> Any:
     except ValueError:  # builtins have no signature
         pass
     return factory()
-
-
-def missing(
-    attention: Attention, device: str, dtype: torch.dtype, head_dim: int, backward: bool
-) -> str:
-    """Tries an attention; returns "", or the first line of what it raised."""
-    q, k, v = (
-        torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=backward)
-        for _ in range(3)
-    )
-    try:
-        # torch explains in warnings why a backend does not take a call.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = attention(q, k, v)
-            if backward:
-                torch.autograd.backward([out.sum()])
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except Exception as error:  # kernels raise what they raise
-        return first_line_or_kind(error)
-    return ""
-
-
-@functools.lru_cache
-def usable(
-    names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
-) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Returns the attentions of these names that work, and why the others don't."""
-    found = {name: find_attention(name) for name in names}
-    why = {name: missing(found[name], device, dtype, head_dim, backward) for name in names}
-    works = {name: attention for name, attention in found.items() if not why[name]}
-    return works, {name: reason for name, reason in why.items() if reason}

@@ -16,9 +16,7 @@ _SDPA = functional.scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def replaced_attention(
-    replacement: Callable[..., torch.Tensor], needed: bool = True
-) -> Iterator[None]:
+def replaced_attention(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Runs `replacement` in the place of torch's scaled_dot_product_attention inside the block.
 
     Calls of torch's own function by the replacement are left alone. torch.nn.MultiheadAttention's
@@ -26,7 +24,7 @@ def replaced_attention(
     turns tensors to 16 bits for torch's function; so it does for the replacement.
 
     Raises:
-        ArgumentError: at the end, where a call was needed and there was none.
+        ArgumentError: at the end, where there was no call.
     """
     busy, calls = False, 0
 
@@ -62,7 +60,7 @@ def replaced_attention(
     try:
         with Functions():
             yield
-            if needed and not calls:
+            if not calls:
                 raise ArgumentError(
                     "model: expected calls of scaled_dot_product_attention, got none; compiled "
                     "models and attention written out as matmul and softmax can't be replaced"

@@ -68,9 +68,7 @@ class _Lines(torch.autograd.Function):
 
 def _scores(call: Call, keys: slice) -> torch.Tensor:
     scores = call.q @ call.k[..., keys, :].mT * call.factor
-    if call.mask is None:
-        return scores
-    return scores + (call.mask if call.mask.shape[-1] == 1 else call.mask[..., keys]).to(call.q)
+    return scores if call.mask is None else scores + call.bias_of(keys)
 
 
 def torch_lines(call: Call, shifted: bool) -> torch.Tensor:

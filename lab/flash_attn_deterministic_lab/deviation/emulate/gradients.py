@@ -21,7 +21,7 @@ import torch
 from ..attentions.masks import Call
 from ..numbers.formats import NAMES, NumberFormat, parse_format
 from .simulate import tiled_attention
-from .steps import find_preset
+from .steps import PRESETS
 
 DELTAS = ("rounded", "residual", "residual8", "exact")
 _BLOCK_C = 64  # keys of a block
@@ -49,7 +49,7 @@ class _Emulated(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         call: Call, preset: str, name: str, delta: str,
     ) -> torch.Tensor:  # fmt: skip
-        number_format, found = parse_format(name or NAMES[q.dtype]), find_preset(preset)
+        number_format, found = parse_format(name or NAMES[q.dtype]), PRESETS[preset]
         steps = {n: f for n, f in found.steps(number_format).items() if n != "out"}
         unrounded = tiled_attention(call.to(number_format.container), found, steps, _BLOCK_C)
         kept = kept_output(unrounded, number_format, delta)

@@ -65,7 +65,9 @@ def _renormalised(call: Call, rounded: _Rounded, block_c: int) -> torch.Tensor:
     row_max, row_sum, out = _nothing(call.q, call.v)
     for start in range(0, call.k.shape[-2], block_c):
         keys = slice(start, start + block_c)
-        scores = _scores(call, rounded, keys)
+        scores = rounded["scores"](call.q @ call.k[..., keys, :].mT * call.factor)
+        if call.mask is not None:
+            scores = rounded["scores"](scores + call.bias_of(keys))
         block_max = rounded["row_max"](scores.amax(-1, keepdim=True))
         hidden = block_max == -math.inf
         probs = rounded["probs"]((scores - torch.where(hidden, 0.0, block_max)).exp_())
@@ -85,7 +87,10 @@ def _renormalised(call: Call, rounded: _Rounded, block_c: int) -> torch.Tensor:
 
 
 def _running(call: Call, preset: Preset, rounded: _Rounded, block_c: int) -> torch.Tensor:
-    """The kernels' order: blocks and splits last to first, O divided by l once, at the end."""
+    """The kernels' order: blocks and splits last to first, O divided by l once, at the end.
+
+    P has a format on its way into products; all else is in the container, as in the kernels.
+    """
     seqlen = call.k.shape[-2]
     split_size = preset.split_size or seqlen
     base = call.factor * math.log2(math.e)  # the kernels' exponentials are powers of two
@@ -97,34 +102,33 @@ def _running(call: Call, preset: Preset, rounded: _Rounded, block_c: int) -> tor
         for start in range((last - split - 1) // block_c * block_c + split, split - 1,
                            -block_c):  # fmt: skip
             keys = slice(start, min(start + block_c, last))
-            scores = _scores(call, rounded, keys, scaled=False)
-            after = torch.maximum(row_max, rounded["row_max"](scores.amax(-1, keepdim=True)))
+            # Scores before their scale: what is added to them is divided by it.
+            scores = call.q @ call.k[..., keys, :].mT
+            if call.mask is not None:
+                scores = scores + call.bias_of(keys) / call.factor
+            after = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             # A maximum that grows little is left where it is: P may then exceed 1.
             stays = (after - row_max) * base <= preset.threshold
             after = torch.where(stays & (row_max != -math.inf), row_max, after)
             shift = torch.where(after == -math.inf, 0.0, after)
-            old = rounded["rescale"](power((row_max - shift) * base))
+            old = power((row_max - shift) * base)
             probs = power((scores - shift) * base)
-            row_sum = rounded["row_sum"](row_sum * old + probs.sum(-1, keepdim=True))
+            row_sum = row_sum * old + probs.sum(-1, keepdim=True)
             probs = rounded["probs"](probs * preset.probs_scale) / preset.probs_scale
-            product = rounded["acc"](probs @ call.v[..., keys, :])
-            acc = rounded["state"](rounded["products"](acc * old) + product)
+            acc = acc * old + probs @ call.v[..., keys, :]
             row_max = after
         part = (row_max, row_sum, acc)
-        state = part if state is None else _merged(state, part, base, rounded)
+        state = part if state is None else _merged(state, part, base)
     if state is None:
         return _nothing(call.q, call.v)[2]
     return state[2] / _or_one(state[1])
 
 
-def _merged(left: _State, right: _State, base: float, rounded: _Rounded) -> _State:
+def _merged(left: _State, right: _State, base: float) -> _State:
     row_max = torch.maximum(left[0], right[0])
     shift = torch.where(row_max == -math.inf, 0.0, row_max)
-    first, second = (
-        rounded["rescale"](torch.exp2((part[0] - shift) * base)) for part in (left, right)
-    )
-    row_sum = rounded["row_sum"](left[1] * first + right[1] * second)
-    return row_max, row_sum, rounded["state"](left[2] * first + right[2] * second)
+    first, second = (torch.exp2((part[0] - shift) * base) for part in (left, right))
+    return row_max, left[1] * first + right[1] * second, left[2] * first + right[2] * second
 
 
 def _cubic_exp2(values: torch.Tensor) -> torch.Tensor:
@@ -135,13 +139,3 @@ def _cubic_exp2(values: torch.Tensor) -> torch.Tensor:
     for coefficient in _CUBIC[2::-1]:
         result = result * rest + coefficient
     return torch.where(values < -200.0, 0.0, result * torch.exp2(whole))
-
-
-def _scores(call: Call, rounded: _Rounded, keys: slice, scaled: bool = True) -> torch.Tensor:
-    """S of some keys; not scaled, what is added to it is divided by the scale."""
-    scores = call.q @ call.k[..., keys, :].mT
-    scores = rounded["scores"](scores * call.factor if scaled else scores)
-    if call.mask is None:
-        return scores
-    part = call.mask if call.mask.shape[-1] == 1 else call.mask[..., keys]
-    return rounded["scores"](scores + part.to(scores.dtype) / (1.0 if scaled else call.factor))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat, parse_format
 
 Steps = Mapping[str, NumberFormat]  # the format of a step's result; none: the computation's
@@ -65,14 +64,3 @@ PRESETS = {
         Preset("fp8", "running", _KERNEL, probs="fp8_e4m3", probs_scale=256.0),
     )
 }
-
-
-def find_preset(name: str) -> Preset:
-    """Returns a preset.
-
-    Raises:
-        ArgumentError: there is none of this name.
-    """
-    if name not in PRESETS:
-        raise ArgumentError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}")
-    return PRESETS[name]

@@ -13,7 +13,7 @@ from ..attentions.registry import gradients_of
 from ..emulate.explicit import explicit_attention, golden_attention
 from ..emulate.gradients import DELTAS
 from ..emulate.simulate import tiled_attention
-from ..emulate.steps import Steps, find_preset
+from ..emulate.steps import PRESETS, Steps
 from ..numbers.formats import NumberFormat, parse_format
 from ..numbers.metrics import Metrics, deviation
 from .inputs import draw
@@ -31,7 +31,9 @@ class Cell:
     inputs: str = "uniform"  # a distribution
     seqlen: int = 1024  # rows of q, k and v
     head_dim: int = 64
-    block_c: int = 64  # keys of a block
+    # Keys of a block: the kernels', and ceil(M / 4d) of FlashAttention's algorithm 1 where M, the
+    # on-chip memory, has 16384 elements.
+    block_c: int = 64
     seeds: int = 8  # draws
     only: str = ""  # rounds these steps alone, with a + between them
     exempt: str = ""  # rounds every step of the preset but these
@@ -41,7 +43,7 @@ class Cell:
         """Returns the format, and that of each step."""
         number_format = parse_format(self.format)
         only, exempt = (steps.split("+") if steps else () for steps in (self.only, self.exempt))
-        steps = find_preset(self.preset).steps(number_format).items()
+        steps = PRESETS[self.preset].steps(number_format).items()
         return number_format, {
             name: f for name, f in steps if name in (only or (name,)) and name not in exempt
         }
@@ -68,9 +70,7 @@ def _calls(cell: Cell) -> list[Call]:
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    stacked = [
-        [torch.stack(part)[:, None] for part in zip(*group, strict=True)] for group in groups
-    ]
+    stacked = [[torch.stack(part) for part in zip(*group, strict=True)] for group in groups]
     return [Call(q, k, v) for q, k, v in stacked]
 
 
@@ -98,11 +98,11 @@ def _compare(cell: Cell) -> Iterator[Result]:
     names = ("format", "inputs", "seqlen", "head_dim", "seeds")
     shared = _prepared(Cell(**{name: getattr(cell, name) for name in names}))
     for call, golden, baseline in shared:
-        flash = tiled_attention(call, find_preset(cell.preset), steps, cell.block_c)
+        flash = tiled_attention(call, PRESETS[cell.preset], steps, cell.block_c)
         yield {
-            "flash": deviation(flash, golden, number_format, 2),
-            "baseline": deviation(baseline, golden, number_format, 2),
-            "difference": deviation(flash, baseline.double(), number_format, 2),
+            "flash": deviation(flash, golden, number_format),
+            "baseline": deviation(baseline, golden, number_format),
+            "difference": deviation(flash, baseline.double(), number_format),
         }
 
 
@@ -118,7 +118,7 @@ def _gradients(cell: Cell) -> Iterator[Result]:
         dout = number_format.round(dout)
         golden = gradients_of("exact", call.to(torch.float64), dout)
         yield {
-            f"{label} {name}": deviation(actual, exact, number_format, 2)
+            f"{label} {name}": deviation(actual, exact, number_format)
             for label, attention in names.items()
             for name, actual, exact in zip(
                 ("dq", "dk", "dv"), gradients_of(attention, call, dout.to(call.q.dtype)), golden,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,9 @@ from .cells import Cell, Result, run_cell
 from .inputs import DISTRIBUTIONS
 
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
+_PRESETS = ("paper", "kernel", "tree")  # the first: of figures of one preset
+_TWO = ("uniform", "normal")  # distributions, of figures that don't show all
+_HEAD_DIM = Cell.head_dim
 Point = tuple[Cell, Result]
 Points = list[Point]
 
@@ -27,42 +29,25 @@ Points = list[Point]
 class Plan:
     """What a run of the study covers."""
 
-    presets: tuple[str, ...] = ("paper", "kernel", "tree")  # the first: of single-preset figures
-    figures: tuple[str, ...] = ("3", "4", "5", "6a", "6b", "6c", "ablation", "backward")
-    inputs: tuple[str, ...] = DISTRIBUTIONS
     seeds: int = 8  # draws per point
-    # Lengths of figure 5; the third from the end is that of the others.
-    seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    head_dim: int = 64
-    # M, on-chip memory in elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys.
-    sram: int = 16384
-    quick: bool = False  # whether sweeps are thinned
+    quick: bool = False  # fewer lengths, formats and distributions: less than a minute
 
-    def base(self) -> Cell:
-        """B_c = ceil(M / 4d) keys of a block, as in FlashAttention's algorithm 1."""
-        keys = math.ceil(self.sram / (4 * self.head_dim))
-        return Cell(
-            self.presets[0], inputs=self.inputs[0], seqlen=self.seqlen, head_dim=self.head_dim,
-            block_c=keys, seeds=self.seeds,
-        )  # fmt: skip
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return _TWO if self.quick else DISTRIBUTIONS
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """The lengths of figure 5."""
+        return (64, 128, 256, 512) if self.quick else (128, 256, 512, 1024, 2048, 4096)
 
     @property
     def seqlen(self) -> int:
         """The length of the figures that don't sweep it."""
-        return self.seqlens[max(0, len(self.seqlens) - 3)]
+        return self.seqlens[-3]
 
-    @property
-    def main_inputs(self) -> tuple[str, ...]:
-        """The distributions of the figures that show two at most."""
-        wanted = [name for name in ("uniform", "normal") if name in self.inputs]
-        return tuple(wanted) or self.inputs[:1]
-
-
-def quick_plan(plan: Plan) -> Plan:
-    """Returns a plan of less than a minute: fewer draws, lengths and formats."""
-    lengths = (64, 128, 256, 512)
-    inputs = plan.main_inputs
-    return replace(plan, seeds=min(plan.seeds, 3), seqlens=lengths, inputs=inputs, quick=True)
+    def base(self) -> Cell:
+        return Cell(_PRESETS[0], seqlen=self.seqlen, seeds=self.seeds)
 
 
 # --- Figures -----------------------------------------------------------------------------------
@@ -78,33 +63,27 @@ def _grid(base: Cell, **fields: Iterable[Any]) -> list[Cell]:
 
 def _formats(plan: Plan) -> list[Cell]:
     more = () if plan.quick else tuple(f"p{bits}" for bits in (5, 6, 7, 9, 10, 13, 15, 17, 20))
-    formats = (*FORMAT_NAMES, *more)
-    return _grid(plan.base(), preset=plan.presets, format=formats, inputs=plan.main_inputs)
+    return _grid(plan.base(), preset=_PRESETS, format=(*FORMAT_NAMES, *more), inputs=_TWO)
 
 
 def _golden(plan: Plan) -> list[Cell]:
-    base, others = plan.base(), [name for name in PRESETS if name not in plan.presets]
-    cells = _grid(base, preset=plan.presets, format=FOUR_FORMATS, inputs=plan.inputs)
+    base, others = plan.base(), [name for name in PRESETS if name not in _PRESETS]
+    cells = _grid(base, preset=_PRESETS, format=FOUR_FORMATS, inputs=plan.inputs)
     return cells + _grid(base, preset=others, format=FOUR_FORMATS[:2], inputs=plan.inputs)
 
 
 def _lengths(plan: Plan) -> list[Cell]:
+    first, *others = _PRESETS
     return [
-        cell
-        for preset in plan.presets
-        for cell in _grid(
-            replace(plan.base(), preset=preset),
-            inputs=plan.inputs if preset == "paper" else plan.main_inputs,
-            seqlen=plan.seqlens,
-        )
+        *_grid(plan.base(), preset=[first], inputs=plan.inputs, seqlen=plan.seqlens),
+        *_grid(plan.base(), preset=others, inputs=_TWO, seqlen=plan.seqlens),
     ]
 
 
 def _blocks(plan: Plan, keys: Iterable[int]) -> list[Cell]:
-    """What figure 6 has of each format and distribution, preset paper, at these sizes of blocks."""
+    """What figure 6 has of each format and distribution, at these sizes of blocks."""
     formats = FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
-    base = replace(plan.base(), preset="paper")
-    return _grid(base, format=formats, inputs=plan.main_inputs, block_c=list(keys))
+    return _grid(plan.base(), format=formats, inputs=_TWO, block_c=list(keys))
 
 
 def _swapped(plan: Plan) -> list[Cell]:
@@ -113,8 +92,8 @@ def _swapped(plan: Plan) -> list[Cell]:
     Rows of a tile do not touch each other: keys are all that the arithmetic sees.
     """
     sizes = (2, 8) if plan.quick else (2, 4, 8)
-    keys = [factor * plan.head_dim for factor in sizes if factor * plan.head_dim <= plan.seqlen]
-    return _blocks(plan, (n for size in keys for n in (size, plan.head_dim)))
+    keys = [factor * _HEAD_DIM for factor in sizes if factor * _HEAD_DIM <= plan.seqlen]
+    return _blocks(plan, (n for size in keys for n in (size, _HEAD_DIM)))
 
 
 def _square(plan: Plan) -> list[Cell]:
@@ -131,7 +110,7 @@ def _larger(plan: Plan) -> list[Cell]:
 def _ablation(plan: Plan) -> list[Cell]:
     """Each step alone, all but it; all that tiling adds, and all within a line, the same way."""
     cells = []
-    for cell in _grid(replace(plan.base(), preset="paper"), inputs=plan.main_inputs):
+    for cell in _grid(plan.base(), inputs=_TWO):
         cells.append(cell)
         for steps in (*STEP_NAMES, TILING, LINES):
             cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
@@ -166,7 +145,7 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     """
     if plan.seeds < 1:
         raise ArgumentError(f"seeds: expected at least 1, got {plan.seeds}")
-    figures = {name: FIGURES[name](plan) for name in plan.figures}
+    figures = {name: cells(plan) for name, cells in FIGURES.items()}
     unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
     place = {cell: index for index, cell in enumerate(unique)}
     found = []

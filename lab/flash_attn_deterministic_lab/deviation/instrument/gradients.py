@@ -76,13 +76,10 @@ def run_gradients(
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
     with one_thread():  # of small matrices
         found_errors = _statistics(samples, names, weights)
-    kept_sizes = [min(SAMPLE, size) for size in weights.values()]
     configuration = {**asdict(plan), "batches": len(target.batches)}
     value = {
         **new_result("gradients", configuration, plan.device),
         "seconds": time.monotonic() - start,
-        # At most, of what is kept of gradients.
-        "memory_bytes": 4 * (len(names) + 1) * len(target.batches) * sum(kept_sizes),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),

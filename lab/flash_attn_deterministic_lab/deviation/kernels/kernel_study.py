@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...attentions.named import kind_and_line
+from ...attentions.named import first_line_or_kind
 from ...cli import check_device
 from ...errors import ArgumentError
+from ...shared.bits import difference
 from ..attentions.masks import Call
-from ..attentions.registry import Attention, gradients_of, usable
-from ..emulate.explicit import golden_attention
+from ..attentions.registry import Attention, find_attention, gradients_of
 from ..forward.inputs import DISTRIBUTIONS, draw
 from ..numbers.formats import DTYPES, parse_format
 from ..numbers.metrics import deviation
@@ -25,6 +25,9 @@ from ..study.files import new_result, write_result
 COMPARED = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
             "sdpa-math", "explicit")  # fmt: skip
 _HEADS = 2
+Tensors = tuple[torch.Tensor, ...]
+Run = Callable[[Attention, Call, torch.Tensor], Tensors]
+Found = list[dict[str, Any]]  # one for each point
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,6 @@ class KernelPlan:
                         call = self.call(inputs, seqlen, head_dim, name)
                         yield {**where, "head_dim": head_dim}, call
 
-    def attentions(
-        self, dtype: torch.dtype, head_dim: int, backward: bool = False
-    ) -> dict[str, Attention]:
-        return usable(COMPARED, self.device, dtype, head_dim, backward)[0]
-
     def call(self, inputs: str, seqlen: int, head_dim: int, name: str) -> Call:
         """Draws q, k and v (seeds, heads, seqlen, head_dim), rounded once to the format."""
         drawn = [draw(inputs, seed, seqlen * _HEADS, head_dim) for seed in range(self.seeds)]
@@ -79,106 +77,99 @@ def drawn_dout(like: torch.Tensor) -> torch.Tensor:
     return values.to(like.device, like.dtype)
 
 
-Found = list[dict[str, Any]]  # one for each point
+def _output(attention: Attention, call: Call, dout: torch.Tensor) -> Tensors:
+    return (attention(call.q, call.k, call.v),)
 
 
-def forward_deviation(plan: KernelPlan) -> Found:
-    """Deviation of each attention's output, over formats, inputs and lengths."""
+# What each direction computes, and how, of an attention, a call and dO.
+DIRECTIONS: dict[str, tuple[tuple[str, ...], Run]] = {
+    "forward": (("out",), _output),
+    "backward": (("dq", "dk", "dv"), gradients_of),
+}
+
+
+def each_that_can(
+    missing: dict[str, str], run: Run, call: Call, repeats: int = 1
+) -> Iterator[tuple[str, list[Tensors]]]:
+    """Yields each attention's name and its results; `missing` gets why one has none."""
+    dout = drawn_dout(call.q)
+    for name in COMPARED:
+        try:
+            attention = find_attention(name)
+            found = [run(attention, call, dout) for _ in range(repeats)]
+        except Exception as error:  # kernels raise what they raise
+            missing.setdefault(name, first_line_or_kind(error))
+        else:
+            yield name, found
+
+
+def deviations(plan: KernelPlan, direction: str, missing: dict[str, str]) -> Found:
+    """Deviation of each attention from float64, over formats, inputs and lengths.
+
+    With uniform inputs D decides about dq, dk and dv (`emulate.gradients`).
+    """
     points = []
-    for where, call in plan.points(plan.seqlens):
-        golden = golden_attention(call)
-        for backend, attention in plan.attentions(call.q.dtype, where["head_dim"]).items():
-            out = attention(call.q, call.k, call.v)
-            result = deviation(out, golden, parse_format(where["format"]))
-            points.append({**where, "backend": backend, "result": result})
-    return points
-
-
-def backward_deviation(plan: KernelPlan) -> Found:
-    """Deviation of dq, dk and dv; with uniform inputs D decides them (`emulate.gradients`)."""
-    points = []
-    for where, call in plan.points(plan.seqlens[-4:-1]):
-        dout = drawn_dout(call.q)
-        golden = gradients_of("exact", call.to(torch.float64), dout.double())
-        for backend, attention in plan.attentions(call.q.dtype, where["head_dim"], True).items():
-            found = gradients_of(attention, call, dout)
-            for name, actual, true in zip(("dq", "dk", "dv"), found, golden, strict=True):
+    names, run = DIRECTIONS[direction]
+    backward = direction == "backward"
+    for where, call in plan.points(plan.seqlens[-4:-1] if backward else plan.seqlens):
+        dout = drawn_dout(call.q).double()
+        golden = run(find_attention("exact"), call.to(torch.float64), dout)
+        for backend, (found,) in each_that_can(missing, run, call):
+            for name, actual, true in zip(names, found, golden, strict=True):
+                what = {"gradient": name} if backward else {}
                 result = deviation(actual, true, parse_format(where["format"]))
-                points.append({**where, "backend": backend, "gradient": name, "result": result})
+                points.append({**where, "backend": backend, **what, "result": result})
     return points
 
 
-def run_to_run(plan: KernelPlan) -> Found:
-    """Repeats each attention's forward and backward on one set of tensors: the noise floor."""
+def run_to_run(plan: KernelPlan, direction: str, missing: dict[str, str]) -> Found:
+    """Repeats each attention on one set of tensors: the noise floor."""
     points = []
+    names, run = DIRECTIONS[direction]
     repeats = 3 if plan.small else 10
-    with_backward = plan.attentions(torch.bfloat16, 64, backward=True)
     for seqlen in plan.seqlens[-3:-1]:
         call = plan.call("normal", seqlen, 64, "bf16")
-        dout = drawn_dout(call.q)
-        for backend, attention in plan.attentions(torch.bfloat16, 64).items():
-            outputs = {"out": [attention(call.q, call.k, call.v) for _ in range(repeats)]}
-            if backend in with_backward:
-                calls = [gradients_of(attention, call, dout) for _ in range(repeats)]
-                outputs |= zip(("dq", "dk", "dv"), map(list, zip(*calls, strict=True)), strict=True)
-            for output, values in outputs.items():
+        for backend, calls in each_that_can(missing, run, call, repeats):
+            for output, values in zip(names, zip(*calls, strict=True), strict=True):
                 first = values[0].double()
                 floor = max(float((value.double() - first).abs().max()) for value in values)
-                bits = [value.view(torch.int16) for value in values]
+                same = all(difference(value, values[0]) is None for value in values)
                 points.append(
                     {"backend": backend, "output": output, "seqlen": seqlen,
-                     "repeats": repeats, "max_difference": floor,
-                     "same_bits": all(torch.equal(each, bits[0]) for each in bits),
+                     "repeats": repeats, "max_difference": floor, "same_bits": same,
                      "relative": floor / float(first.abs().max())}
                 )  # fmt: skip
     return points
 
 
-PARTS: dict[str, Callable[[KernelPlan], Found]] = {
-    "forward": forward_deviation,
-    "backward": backward_deviation,
-    "run_to_run": run_to_run,
-}
-
-
 def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
-    """Runs the study and writes its kernels.json.
-
-    It is written after each part. A part that fails is left out and named; the others still run.
+    """Runs the study and writes its kernels.json, after each part.
 
     Returns:
-        Its content: {"forward": [...], "backward": [...], "run_to_run": [...],
-        "missing": {...}, "failed": {part: message}, ...}; each list has one dict per point.
+        Its content: {"forward": [...], "backward": [...], "run_to_run": [...], "missing":
+        {direction: {attention: why it has no numbers, or not all}}, ...}; each list has one dict
+        per point.
 
     Raises:
-        ArgumentError: no draws, or no such device.
-        RuntimeError: every part failed.
+        ArgumentError: no draws.
+        UnavailableError: no such device.
     """
     if plan.seeds < 1:
         raise ArgumentError(f"seeds: expected at least 1, got {plan.seeds}")
     check_device(plan.device)
-    missing = {
-        direction: usable(COMPARED, plan.device, torch.bfloat16, 64, direction == "backward")[1]
-        for direction in ("forward", "backward")
-    }
+    begin = time.monotonic()
     value: dict[str, Any] = {
         **new_result("kernels", asdict(plan), plan.device),
-        "seconds": {}, "missing": missing, "failed": {}, **{name: [] for name in PARTS},
+        "missing": {name: {} for name in DIRECTIONS}, "run_to_run": [],
+        **{name: [] for name in DIRECTIONS},
     }  # fmt: skip
     with warnings.catch_warnings():
-        # torch's warning that a kernel of the backward is not deterministic: that is the subject.
+        # Why a backend does not take a call, and that a kernel of the backward is not
+        # deterministic: both are results here.
         warnings.simplefilter("ignore")
-        for name, part in PARTS.items():
-            start = time.monotonic()
-            try:
-                value[name] = part(plan)
-            except Exception as error:
-                value["failed"][name] = kind_and_line(error)
-            value["seconds"][name] = time.monotonic() - start
-            if len(value["failed"]) < len(value["seconds"]):
-                write_result(folder, value)
-    if len(value["failed"]) == len(PARTS):
-        raise RuntimeError(
-            f"every part of the study failed; the first: {value['failed']['forward']}"
-        )
+        for direction, missing in value["missing"].items():
+            value[direction] = deviations(plan, direction, missing)
+            value["run_to_run"] += run_to_run(plan, direction, missing)
+            value["seconds"] = time.monotonic() - begin
+            write_result(folder, value)
     return value

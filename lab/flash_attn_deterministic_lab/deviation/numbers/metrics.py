@@ -15,9 +15,7 @@ METRICS = ("max", "mean", "std", "rmse", "relative", "max_relative", "ulp_max", 
 Metrics = dict[str, list[float]]
 
 
-def deviation(
-    actual: torch.Tensor, golden: torch.Tensor, number_format: NumberFormat, keep: int = 0
-) -> Metrics:
+def deviation(actual: torch.Tensor, golden: torch.Tensor, number_format: NumberFormat) -> Metrics:
     """Measures the difference d = actual - golden in float64.
 
     Args:
@@ -25,7 +23,6 @@ def deviation(
         golden: like actual; finite.
         number_format: the format whose gaps are units in the last place, ulp. A row (the last
             dimension) has the gap at its largest |golden|: its sums resolve no smaller one.
-        keep: leading dimensions that are counted apart; 0 and 1: the first one.
 
     Returns:
         For each metric one number per seed: max |d|; mean |d|; std of d; rmse, the root of mean
@@ -41,11 +38,11 @@ def deviation(
             f"{tuple(actual.shape)}"
         )
     gaps = number_format.ulp(golden.double().abs().amax(-1, keepdim=True)).expand(golden.shape)
-    golden = golden.double().flatten(max(keep, 1)).flatten(0, max(keep, 1) - 1)
-    difference = actual.double().reshape(golden.shape) - golden
+    golden = golden.double().flatten(1)
+    difference = actual.double().flatten(1) - golden
     size = difference.abs()
     squares = difference.square()
-    ulps = size / gaps.reshape(golden.shape)
+    ulps = size / gaps.flatten(1)
     # A golden row of zeros has no relative deviation: 0 / 0 counts as 0.
     tiny = torch.finfo(torch.float64).tiny
     values = {

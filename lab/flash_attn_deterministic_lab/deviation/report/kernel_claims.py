@@ -34,7 +34,7 @@ def _over_explicit(
             explicit = {_place(p): p["result"] for p in shown if p["backend"] == "explicit"}
             found: dict[str, list[Interval]] = {}
             for p in shown:
-                if p["backend"] in names:
+                if p["backend"] in names and _place(p) in explicit:
                     label = f"{title(p['backend'])}, {p['format'].upper()}, "
                     label += title(p["inputs"]) + (f", {gradient}" if gradient else "")
                     over = ratio(p["result"][metric], explicit[_place(p)][metric])

@@ -181,9 +181,8 @@ def _caption(name: str) -> str:
 def _setup(value: dict[str, Any]) -> str:
     where, setup, kind = value["hardware"], value["configuration"], value["kind"]
     machine = where["gpu"] or f"{where['system']}, {where['cpus']} cores"
-    seconds = value["seconds"]
-    total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
-    text = f"{machine}; torch {value['versions']['torch']}; {value['date']}; {total:.0f} s"
+    seconds = f"{value['seconds']:.0f} s"
+    text = f"{machine}; torch {value['versions']['torch']}; {value['date']}; {seconds}"
     if kind == "training":
         text += f"; {setup['workload']}, {setup['steps']} steps, {len(by_seed(value, 'base'))} "
         text += f"paired seeds, base: {title(setup['base'])}"
@@ -191,7 +190,7 @@ def _setup(value: dict[str, Any]) -> str:
         text += f"; {setup['model']}, {value['parameters'] / 1e6:.3g} million parameters, "
         text += f"{setup['precision']}, {value['done']} batches"
     if kind == "forward":
-        text += f"; {setup['seeds']} draws a point, d = {setup['head_dim']}, M = {setup['sram']}"
+        text += f"; {setup['seeds']} draws a point"
     return text
 
 

@@ -43,7 +43,7 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, LinePanels]:
             _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
         )),
     }  # fmt: skip
-    return {name: draw(figures[of]) for name, (of, draw) in known.items() if of in figures}
+    return {name: draw(figures[of]) for name, (of, draw) in known.items()}
 
 
 _BITS = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
@@ -54,7 +54,7 @@ def _by_preset(
     ticks: Mapping[float, str] | tuple[()], points: Points,
 ) -> LinePanels:  # fmt: skip
     """A column per metric and distribution, a line per preset; ticks: none, those of the points."""
-    shown = [p for p in points if p[0].inputs in ("uniform", "normal")] or points
+    shown = [p for p in points if p[0].inputs in ("uniform", "normal")]
     columns = {
         f"{words}inputs: {title(inputs)}": [
             Line(f"preset {preset}", [
