@@ -223,7 +223,7 @@ def _decode(shape: Shape, attention: Attention, repeats: int) -> Measured:
 _MEASURES = {"forward": _forward, "backward": _backward, "decode": _decode}
 
 
-def release(report: dict[str, Any], version: str) -> dict[str, Any]:
+def release(report: dict[str, Any]) -> dict[str, Any]:
     """Returns what last_release.json holds of a report of verify, by model of GPU."""
     machine = report["environment"]
     ratios = {
@@ -232,7 +232,7 @@ def release(report: dict[str, Any], version: str) -> dict[str, Any]:
         if section["id"] in SHAPES
     }
     own = {
-        "version": version,
+        "version": report["installed"]["version"],
         "date": report["started"][:10],
         **{name: machine[name] for name in ("driver", "torch")},
         "wheel": report["wheel"],
@@ -244,6 +244,5 @@ def release(report: dict[str, Any], version: str) -> dict[str, Any]:
 if __name__ == "__main__":
     content = json.loads(LAST.read_text(encoding="utf-8"))
     for name in sys.argv[1:]:
-        made = json.loads(Path(name).read_text(encoding="utf-8"))
-        content |= release(made, made["installed"]["version"])
+        content |= release(json.loads(Path(name).read_text(encoding="utf-8")))
     write_files(LAST.parent, {LAST.name: json_text(content)})
