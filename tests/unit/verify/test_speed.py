@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.build_info import build_info
-from flash_attn_deterministic.verify import limits, speed
+from flash_attn_deterministic.verify import speed
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.shared import timing
 
@@ -116,7 +116,7 @@ def test_decode_is_compared_with_reading_the_cache(stand: Stand) -> None:
 def test_noise_widens_the_limit_as_its_medians_explain() -> None:
     quiet = {"ours": {"median": 1.0, "p10": 1.0, "p90": 1.0}}
     quiet["standard"] = quiet["ours"]
-    assert speed.limit_of(0.5, quiet, 15) == 0.5 * limits.TIME_RATIO
+    assert speed.limit_of(0.5, quiet, 15) == 0.5 * speed.TIME_RATIO
     noisy = {**quiet, "ours": {"median": 1.0, "p10": 0.9, "p90": 1.1}}
     few, many = (speed.limit_of(0.5, noisy, n) for n in (4, 100))
     assert few is not None
