@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..mode import deterministic_mode
-from . import bounds, limits, standard
+from . import bounds, standard
 from .bounds import Error
 from .contract import layouts
 from .contract.call import Attention, Call, Tensors, draw, named_gradients
@@ -26,7 +26,7 @@ from .features import FEATURES, options_of
 
 CRITERION = (
     "each error against float64 is at most what roundings explain; in plain and causal calls on a "
-    f"GPU at most {limits.ACCURACY_RATIO} x torch's flash attention"
+    f"GPU at most {bounds.OVER_TORCHS} x torch's flash attention"
 )
 _FORMS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -227,7 +227,7 @@ def _residual(call: Call) -> Error:
     with deterministic_mode(keep_residual=True):
         kept = call.gradients()["dq"].double() - exact
     without = call.gradients()["dq"].double() - exact
-    return bounds.error(kept.norm(), limits.RESIDUAL_RATIO * without.norm())
+    return bounds.error(kept.norm(), bounds.OVER_NO_RESIDUAL * without.norm())
 
 
 def _sink(call: Call) -> Error:
@@ -270,7 +270,7 @@ def _beside(error: Error, other: torch.Tensor, exact: torch.Tensor) -> tuple[Err
     theirs = bounds.error(other.double() - exact, torch.ones_like(exact))
     # Smaller errors are chance, not the algorithm.
     floor = torch.finfo(other.dtype).eps / 64
-    ratio = max(error.largest, floor) / (limits.ACCURACY_RATIO * max(theirs.largest, floor))
+    ratio = max(error.largest, floor) / (bounds.OVER_TORCHS * max(theirs.largest, floor))
     # Beside a standard that is infinitely wrong, any finite error would pass.
     ratio = ratio if math.isfinite(theirs.largest) else math.inf
     return replace(error, ratio=max(error.ratio, ratio)), theirs

@@ -9,6 +9,9 @@ from typing import Any
 
 from ..architectures import Architecture, parse
 from ..build_info import BuildInfo, build_info
+from ..info import collect
+from . import tasks
+from .installed import NotInstalledError
 
 # Head dims and dtypes that the sections need.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
@@ -88,21 +91,18 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
 
 def problems(device: str, record: Mapping[str, Any], deterministic: bool) -> list[str]:
     """Returns why a report on this machine and wheel cannot mean what it should."""
-    from ..info.collect import driver_floor
-    from .tasks import holds
-
     found = []
     if not deterministic:
         found.append("the wheel was built with FLASH_ATTENTION_DETERMINISTIC=OFF")
     if device == "cuda":
-        held = holds(device)
+        held = tasks.holds(device)
         missing = [f"{dtype} head_dim {head_dim}" for head_dim, dtype in NEEDED
                    if not held((head_dim, dtype))]  # fmt: skip
         if missing:
             found.append(
                 f"the wheel holds no kernel for {', '.join(missing)}; install the release wheel"
             )
-        floor, driver = driver_floor(build_info().cuda_toolkit), record.get("driver")
+        floor, driver = collect.driver_floor(build_info().cuda_toolkit), record.get("driver")
         if floor is not None and driver is not None and int(driver.split(".")[0]) < floor:
             found.append(f"driver {driver} is older than {floor}, which the wheel's toolkit needs")
     return found
@@ -114,12 +114,9 @@ def check_device(device: str) -> None:
     Raises:
         NotInstalledError: there is none, and the device is "cuda".
     """
-    from ..info.collect import collect
-    from .installed import NotInstalledError
-
     if device == "cpu":
         return
-    found = collect()
+    found = collect.collect()
     if found.devices:
         problem = found.devices[0].reason
     else:

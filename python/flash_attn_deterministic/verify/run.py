@@ -13,6 +13,8 @@ from typing import Any
 
 from .. import build_info
 from . import environment, outcome, report
+from .contract import CHECKS, Outcome
+from .contract.golden import known_entry
 from .installed import Installed, Wheel
 from .shared.files import finite, write_files
 from .shared.provenance import provenance_of
@@ -168,8 +170,6 @@ _NOT_RUN: dict[str, Any] = {"status": outcome.NOT_RUN, "data": {}, "seconds": 0.
 
 def _golden(capability: str | None) -> dict[str, Any] | None:
     """Returns where the hashes of the row "golden" come from; None: there are none."""
-    from .contract.golden import known_entry
-
     entry = None if capability is None else known_entry(capability)
     return None if entry is None else {"origin": dict(entry.origin), "evidence": entry.evidence}
 
@@ -186,9 +186,6 @@ def _why(name: str, data: Mapping[str, Any]) -> str:
 
 def _contract(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each check."""
-    from .contract.check import Outcome
-    from .contract.checks import CHECKS
-
     nothing = {**asdict(Outcome()), "stderr": None}
     rows = []
     for check in CHECKS:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from . import outcome
-from .contract.sizes import Config, size_of
+from ..checks.kernels import instance_problem
+from . import accuracy, outcome, speed
+from .contract import CHECKS, Attention, run_check, size_of
+from .contract.call import DTYPES
+from .contract.sizes import Config
 
 TIMED = ("forward", "decode", "backward")  # sections that measure a GPU
 
@@ -36,8 +39,6 @@ class Task(NamedTuple):
 
 def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
     """Lists the tasks of a run, in order, of configs that the wheel can run."""
-    from .contract.checks import CHECKS
-
     configs = size_of(options.device, options.quick, held).configs
     ids = {
         "contract": [check.id for check in CHECKS],
@@ -50,8 +51,6 @@ def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
 
 def holds(device: str) -> Callable[[Config], bool]:
     """Returns a function: whether the installed wheel can run a config on a device."""
-    from ..checks.kernels import instance_problem
-    from .contract.call import DTYPES
 
     def held(config: Config) -> bool:
         head_dim, dtype = config
@@ -65,27 +64,20 @@ def execute(task: Task, options: Options, on_case: OnCase) -> dict[str, Any]:
 
     Returns `status`, `data` and, of a check that cannot decide, `reason`.
     """
-    from .contract.call import Attention
-
     attention, device = Attention.installed(), options.device
     if task.section == "contract":
         return _contract(task.id, options, attention, on_case)
     if task.section == "accuracy":
-        from . import accuracy
-
         head_dim, dtype = task.id.split()
         data = accuracy.measure((int(head_dim), dtype), device, attention)
         return _result(all(row["passed"] for row in data["rows"]), data)
-
-    from .speed import measure
-
-    data = measure(task.section, attention, options.quick)
+    data = speed.measure(task.section, attention, options.quick)
     return _result(bool(data["passed"]), data)
 
 
-def _contract(check_id: str, options: Options, attention: Any, on_case: OnCase) -> dict[str, Any]:
-    from .contract import CHECKS, run_check
-
+def _contract(
+    check_id: str, options: Options, attention: Attention, on_case: OnCase
+) -> dict[str, Any]:
     (check,) = (one for one in CHECKS if one.id == check_id)
     size = size_of(options.device, options.quick, holds(options.device))
     if reason := check.unavailable(size):

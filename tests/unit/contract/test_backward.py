@@ -112,19 +112,6 @@ def test_dropout_follows_the_index_in_the_batch(feature: str) -> None:
         assert same(own, {name: x[index : index + 1] for name, x in result.items()})
 
 
-def test_dropout_follows_seeds_of_sequences() -> None:
-    call = drawn("dropout-seeds", 3, 20, 37)
-    result = {**call(), **call.gradients()}
-    for index in ([0], [1], [2, 0]):
-        fewer = call.sequences(index)
-        found = {**fewer(), **fewer.gradients()}
-        assert same(found, {name: x[index] for name, x in result.items()})
-    packed = layouts.packed(call, [20, 7, 1], [37, 37, 12], gradients=True).parts
-    for one, own in packed:
-        alone = {**one(), **one.gradients()}
-        assert same(own, {name: alone[name] for name in own})
-
-
 # --- The tests can fail -------------------------------------------------------------------------
 
 

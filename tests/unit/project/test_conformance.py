@@ -105,20 +105,21 @@ def test_listed_differences_have_reasons(tmp_path: Path) -> None:
             load(bad)
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+def command(*arguments: str) -> tuple[int, str]:
+    """Exit status and all that is printed."""
+    words = [sys.executable, "-m", "tests.conformance", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run(
+    tmp_path: Path, *arguments: str, sample_text: str = SAMPLE
+) -> tuple[int, dict[str, Any], str]:
     sample = tmp_path / "test_sample.py"
-    sample.write_text(SAMPLE)
+    sample.write_text(sample_text)
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "tests.conformance", "--file", str(sample)]
-    done = subprocess.run(
-        [*command, "--json", str(out), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    return done.returncode, record, done.stdout + done.stderr
+    status, text = command("--file", str(sample), "--json", str(out), *arguments)
+    return status, json.loads(out.read_text()) if out.exists() else {}, text
 
 
 def test_a_run_fails_on_what_is_not_listed(tmp_path: Path) -> None:
@@ -158,21 +159,17 @@ def test_without_a_gpu_it_says_so() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    command = [sys.executable, "-m", "tests.conformance"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "need a CUDA device" in done.stderr
+    status, text = command()
+    assert status == 2
+    assert "need a CUDA device" in text
 
 
 def test_what_was_run_before_an_end_is_written(tmp_path: Path) -> None:
-    sample, out = tmp_path / "test_sample.py", tmp_path / "out.json"
-    sample.write_text(
+    sample = (
         "import os, signal\n\ndef test_one(): pass\n\n"
         "def test_two(): os.kill(os.getpid(), signal.SIGTERM)\n\ndef test_three(): pass\n"
     )
-    command = [sys.executable, "-m", "tests.conformance", "--file", str(sample), "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130, done.stderr
-    record = json.loads(out.read_text())
+    status, record, text = run(tmp_path, sample_text=sample)
+    assert status == 130, text
     assert not record["complete"]
     assert sum(record["outcomes"].values()) < 3  # in a mixed order

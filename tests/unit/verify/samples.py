@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,24 @@ from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.verify import outcome, tasks
 from flash_attn_deterministic.verify.installed import Installed, Wheel
 from flash_attn_deterministic.verify.run import Run
+from jsonschema import Draft202012Validator
 
+SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
 CONFIGS = ("64 bf16", "64 fp16", "128 bf16", "128 fp16", "40 bf16", "256 fp16")
+
+
+@functools.cache
+def validator() -> Draft202012Validator:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def read(out: Path) -> dict[str, Any]:
+    """The report in a folder, which the schema allows."""
+    record: dict[str, Any] = json.loads((out / "verification.json").read_text())
+    assert not list(validator().iter_errors(record))
+    return record
 
 
 def times(median: float) -> dict[str, float]:

@@ -282,26 +282,15 @@ def test_progress_is_told_before_each_case(small: Size) -> None:
     assert {total for _, _, total in seen} == {len(seen)}
 
 
-# --- Schedule: only a GPU has two paths, so a stand-in for one runs here ------------------------
+# --- Schedule and family: only a GPU has two, so a stand-in for one runs here -------------------
 
 
-def run_schedule(
-    monkeypatch: pytest.MonkeyPatch, path: Callable[..., str], dense: Dense
-) -> tuple[int, str]:
-    class Properties:
-        multi_processor_count = 2
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
-    size = dataclasses.replace(
-        size_of("cpu", quick=True), configs=((40, "bf16"),), features=("full",), splits=(64,)
-    )
-    check = dataclasses.replace(
-        BY_ID["schedule"],
-        cases=lambda size: [c for c in BY_ID["schedule"].cases(size) if c["seqlen_q"] == 1],
-    )
-    outcome = run_check(
-        check, size, broken(dense, plan=lambda *a, **k: SimpleNamespace(path=path(*a, **k)))
-    )
+def run_one(row: str, seqlen_q: int, attention: Attention, **changes: Any) -> tuple[int, str]:
+    """Runs a row's first case of so many queries; returns how many failed, and what of them."""
+    check = BY_ID[row]
+    size = dataclasses.replace(size_of("cpu", quick=True), configs=((40, "bf16"),), **changes)
+    first = next(case for case in check.cases(size) if case["seqlen_q"] == seqlen_q)
+    outcome = run_check(dataclasses.replace(check, cases=lambda _: [first]), size, attention)
     found = outcome.counter_example
     return outcome.failed, "" if found is None else str(found["what"])
 
@@ -331,26 +320,12 @@ def test_schedule(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = run_schedule(monkeypatch, path, dense)
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    attention = broken(dense, plan=lambda *a, **k: SimpleNamespace(path=path(*a, **k)))
+    found = run_one("schedule", 1, attention, features=("full",), splits=(64,))
     assert found[0] == failed
     assert words in found[1]
-
-
-# --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
-
-
-def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> tuple[int, str]:
-    size = dataclasses.replace(
-        size_of("cpu", quick=True), configs=((40, "bf16"),), features=("full", "alibi"), seqlen=130
-    )
-    check = dataclasses.replace(
-        BY_ID["family"],
-        cases=lambda size: [c for c in BY_ID["family"].cases(size) if c["seqlen_q"] == 70][:1],
-    )
-    outcome = run_check(check, size, broken(dense, **{"plan": forced, **functions}))
-    assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
-    found = outcome.counter_example
-    return outcome.failed, "" if found is None else str(found["what"])
 
 
 @pytest.mark.parametrize(
@@ -379,7 +354,9 @@ def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) 
     ],
 )
 def test_family(functions: dict[str, Callable[..., Any]], failed: int, words: str) -> None:
-    found = run_family(**functions)
+    attention = broken(**{"plan": forced, **functions})
+    found = run_one("family", 70, attention, features=("full", "alibi"), seqlen=130)
+    assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
     assert found[0] == failed
     assert words in found[1]
 

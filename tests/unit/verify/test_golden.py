@@ -60,39 +60,8 @@ def test_inputs_are_those_that_were_hashed() -> None:
     assert found.items() <= COMMITTED.inputs.items()
 
 
-def test_numbers_are_drawn_as_they_should_be() -> None:
-    numbers = inputs.draw("q", (500, 7, 300), torch.float32)  # more than the pool holds
-    assert numbers.shape == (500, 7, 300)
-    assert abs(float(numbers.mean())) < 0.01
-    assert float(numbers.std()) == pytest.approx(2 / 3**0.5, rel=0.01)
-    assert float(numbers.abs().max()) < 4
-    assert torch.equal(numbers * 2.0**15, (numbers * 2.0**15).round())  # nothing was rounded
-    assert not torch.equal(numbers, inputs.draw("k", (500, 7, 300), torch.float32))
-    assert torch.equal(numbers[:2], inputs.draw("q", (2, 7, 300), torch.float32))
-    line = numbers.flatten()[:100_000]
-    for distance in (1, 2, 32, 64, 128, 256):
-        both = torch.stack([line[:-distance], line[distance:]])
-        assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02
-
-
-def test_a_hash_sees_bits_shapes_and_dtypes() -> None:
-    one = torch.zeros(4)
-    others = (-one, one.view(2, 2), one.half(), torch.zeros(5), torch.tensor([0, 0, 0, 1e-45]))
-    assert len({inputs.digest([one]), *(inputs.digest([other]) for other in others)}) == 6
-    strided = torch.zeros(4, 2)[:, 0]
-    assert inputs.digest([strided]) == inputs.digest([one])
-
-
-def test_calls_cover_what_decides_bits() -> None:
-    assert len({call.name for call in calls.CALLS}) == len(calls.CALLS)
-    features = {call.feature for call in calls.CALLS}
-    assert {"full", "causal", "window", "softcap", "alibi", "everything"} <= features
-    assert {call.split_size for call in calls.CALLS} >= {0, 64, 2048}
-    assert {call.page_size for call in calls.CALLS} >= {0, 16, 48}
-    assert {call.heads[0] // call.heads[1] for call in calls.CALLS} >= {1, 2, 4}
-    for call in calls.CALLS:
-        if call.split_size and call.form != "packed":
-            assert max(seqlen_k for _, seqlen_k in call.lengths) > call.split_size
+def test_a_hash_is_that_of_what_a_view_shows() -> None:
+    assert inputs.digest([torch.zeros(4, 2)[:, 0]]) == inputs.digest([torch.zeros(4)])
 
 
 # --- the row ---
@@ -120,7 +89,7 @@ def known(small: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Golde
     hashes = {}
     for case in row.golden_cases(small):
         golden, call, _ = drawn(case)
-        hashes[case.name] = hashes_of(golden, call, golden.parts(call))
+        hashes[case.name] = hashes_of(golden.run(call)[1])
     entry = Entry({"gpu": "none"}, evidence_of(), hashes)
     found = Golden(VERSION, COMMITTED.inputs).added({}, "cpu", entry)
     monkeypatch.setattr(record, "PATH", tmp_path / "golden.json")
@@ -229,8 +198,8 @@ def examined(*names: str, **functions: Callable[..., Any]) -> Entry:
     for case in row.golden_cases(size):
         golden, call, _ = drawn(case, attention)
         if golden.name in names:
-            parts = golden.parts(call)
-            found.add(case.name, golden, call, parts, hashes_of(golden, call, parts))
+            parts, results = golden.run(call)
+            found.add(case.name, golden, call, parts, hashes_of(results))
     return entry_of(evidence=dataclasses.asdict(found))
 
 

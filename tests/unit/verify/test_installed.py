@@ -263,12 +263,6 @@ def changed_lzma(folder: Path) -> Path:
     return changed(path, data + 12, b"\xff" * 8)
 
 
-def without_the_end(folder: Path) -> Path:
-    path = deflated(folder)
-    path.write_bytes(path.read_bytes()[:-40])
-    return path
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -285,9 +279,6 @@ def without_the_end(folder: Path) -> Path:
         pytest.param(without_metadata, "is a wheel of nothing known", id="no-metadata"),
         pytest.param(damaged, f"is damaged at {PACKAGE}/_C.so", id="damaged"),
         pytest.param(changed_lzma, "is damaged, or not a wheel .*Corrupt", id="lzma"),
-        pytest.param(
-            without_the_end, "0.1.0-py3-none-any.whl is damaged, or not a wheel", id="no-end"
-        ),
     ],
 )
 def test_what_is_no_wheel_of_ours(make: object, words: str, tmp_path: Path) -> None:

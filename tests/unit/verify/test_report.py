@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import errno
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,18 +17,8 @@ from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden
 from flash_attn_deterministic.verify.report import document
 from flash_attn_deterministic.verify.run import Run
 from flash_attn_deterministic.verify.shared.files import ReportError, finite, write_files
-from jsonschema import Draft202012Validator
 
-from verify.samples import cuda_run
-
-SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
-
-
-@pytest.fixture(scope="module")
-def validator() -> Draft202012Validator:
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema)
+from verify.samples import cuda_run, read
 
 
 @pytest.fixture(autouse=True)
@@ -48,28 +37,28 @@ def _release(real: Callable[..., Any], names: Iterable[str], *args: Any, **kwarg
 
 def written(run: Run) -> dict[str, Any]:
     run.write()
-    record: dict[str, Any] = json.loads((run.out / "verification.json").read_text())
-    return record
+    return read(run.out)
 
 
 def status_of(record: dict[str, Any], section: str) -> str:
     return str(next(s["status"] for s in record["sections"] if s["id"] == section))
 
 
-def test_a_passing_report(tmp_path: Path, validator: Draft202012Validator) -> None:
+def test_a_passing_report(tmp_path: Path) -> None:
     record = written(cuda_run(tmp_path))
-    assert not list(validator.iter_errors(record))
     assert (record["status"], record["complete"]) == ("passed", True)
     assert record["architectures"]["ran"] == ["sm_90"]
     assert record["digest"] == report.canonical_digest(record)
     assert record["digest"] != report.canonical_digest({**record, "status": "passed!"})
+    assert record["build"]["missing_kernels"] == []
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(report.NAMES)
+    for name in report.NAMES[1:]:
+        assert "Not in the wheel" not in (tmp_path / name).read_text()
 
 
-def test_a_failed_row_is_shown_in_full(tmp_path: Path, validator: Draft202012Validator) -> None:
+def test_a_failed_row_is_shown_in_full(tmp_path: Path) -> None:
     run = cuda_run(tmp_path, failed=3)
     record = written(run)
-    assert not list(validator.iter_errors(record))
     assert (record["status"], status_of(record, "contract")) == ("failed", "failed")
     assert record["sections"][1]["reason"] == "batch: 3 of 120 cases"
     for name in report.NAMES[1:]:
@@ -78,7 +67,7 @@ def test_a_failed_row_is_shown_in_full(tmp_path: Path, validator: Draft202012Val
             assert fact in text, name
 
 
-def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
+def test_a_crash_is_shown(tmp_path: Path) -> None:
     run = cuda_run(tmp_path)
     run.results[tasks.Task("contract", "schedule")] = {
         "status": outcome.ERROR,
@@ -87,7 +76,6 @@ def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> No
         "seconds": 1.0,
     }
     record = written(run)
-    assert not list(validator.iter_errors(record))
     assert record["status"] == "failed"
     page = (tmp_path / "verification.html").read_text()
     assert "killed by SIGABRT" in page
@@ -107,19 +95,18 @@ def test_every_failed_section_says_why(tmp_path: Path) -> None:
     assert "✗ 2.50" in (tmp_path / "verification.md").read_text()
 
 
-def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012Validator) -> None:
+def test_an_unfinished_run_is_incomplete(tmp_path: Path) -> None:
     run = cuda_run(tmp_path)
     run.complete = False
     for key in list(run.results)[5:]:
         del run.results[key]
     record = written(run)
-    assert not list(validator.iter_errors(record))
     assert (record["status"], record["complete"]) == ("incomplete", False)
     assert status_of(record, "decode") == "not-run"
     for name in report.NAMES[1:]:
         assert "ncomplete" in (tmp_path / name).read_text()
     run.results.clear()  # nothing has run yet
-    assert not list(validator.iter_errors(written(run)))
+    written(run)
 
 
 def test_a_report_keeps_the_worst_errors_and_those_that_failed(tmp_path: Path) -> None:
@@ -146,17 +133,14 @@ def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     "section", [name for name in outcome.SECTIONS if name not in ("environment", "contract")]
 )
-def test_any_number_may_be_missing(
-    section: str, tmp_path: Path, validator: Draft202012Validator
-) -> None:
+def test_any_number_may_be_missing(section: str, tmp_path: Path) -> None:
     run = cuda_run(tmp_path)
     for (own, _), result in run.results.items():
         if own == section:
             result |= {"status": outcome.FAILED, "data": copy.deepcopy(result["data"])}
             for container, key in numbers_of(result["data"]):
                 container[key] = float("nan")
-    record = written(run)
-    assert not list(validator.iter_errors(record))
+    written(run)
     assert run.unrendered == ""
     for name in report.NAMES[1:]:
         text = (tmp_path / name).read_text()
@@ -165,7 +149,7 @@ def test_any_number_may_be_missing(
 
 
 def test_kernels_that_the_wheel_lacks_are_named(
-    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = [("fwd", "bf16", 192), ("fwd", "bf16", 256), ("bwd", "fp16", 96)]
     monkeypatch.setattr(
@@ -177,7 +161,6 @@ def test_kernels_that_the_wheel_lacks_are_named(
     )
     run = cuda_run(tmp_path)
     record = written(run)
-    assert not list(validator.iter_errors(record))
     assert record["status"] == "passed"
     words = (
         "Not in the wheel, and so not tested: forward bf16, head_dim up to: 192, 256; backward "
@@ -185,14 +168,6 @@ def test_kernels_that_the_wheel_lacks_are_named(
     )
     for name in report.NAMES[1:]:
         assert words in (tmp_path / name).read_text()
-
-
-def test_a_wheel_with_all_kernels_is_not_said_to_lack_any(tmp_path: Path) -> None:
-    build = written(cuda_run(tmp_path))["build"]
-    assert build["missing_kernels"] == []
-    assert build["sources"] == dict(build_info().sources)
-    for name in report.NAMES[1:]:
-        assert "Not in the wheel" not in (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize("failed", [0, 2])
@@ -216,7 +191,7 @@ def test_accuracy_shows_torchs_errors_where_it_has_the_call(tmp_path: Path) -> N
 
 
 def test_the_report_says_what_golden_hashes_rest_on(
-    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worst = {"case": "d64-bf16-softcap", "tensor": "out", "ratio": 0.75}
     evidence = {
@@ -225,7 +200,6 @@ def test_the_report_says_what_golden_hashes_rest_on(
     entry = Entry({"gpu": "NVIDIA H200"}, evidence, {"a": "1"})
     monkeypatch.setattr(golden.record, "read", lambda version: Golden(version, {}, {"9.0": entry}))
     record = written(cuda_run(tmp_path))
-    assert not list(validator.iter_errors(record))
     assert record["build"]["golden"] == {"origin": entry.origin, "evidence": evidence}
     page = (tmp_path / "verification.md").read_text()
     for words in (
@@ -253,11 +227,12 @@ def test_times_are_shown_beside_the_last_release(tmp_path: Path) -> None:
 
 
 def test_a_report_has_the_provenance_of_every_result(tmp_path: Path) -> None:
-    found = written(cuda_run(tmp_path))["provenance"]
+    record = written(cuda_run(tmp_path))
+    found = record["provenance"]
     assert found["hardware"]["gpu"] == "NVIDIA H200"
     assert found["versions"]["driver"] == "580.159.04"
     assert found["wheel"]["sha256"] == "ab" * 32
-    assert found["sources"] == dict(build_info().sources)
+    assert found["sources"] == record["build"]["sources"] == dict(build_info().sources)
     assert "/" not in found["command"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.build_info import build_info
-from flash_attn_deterministic.verify import limits, speed
+from flash_attn_deterministic.verify import speed
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.shared import timing
 
@@ -116,7 +116,7 @@ def test_decode_is_compared_with_reading_the_cache(stand: Stand) -> None:
 def test_noise_widens_the_limit_as_its_medians_explain() -> None:
     quiet = {"ours": {"median": 1.0, "p10": 1.0, "p90": 1.0}}
     quiet["standard"] = quiet["ours"]
-    assert speed.limit_of(0.5, quiet, 15) == 0.5 * limits.TIME_RATIO
+    assert speed.limit_of(0.5, quiet, 15) == 0.5 * speed.TIME_RATIO
     noisy = {**quiet, "ours": {"median": 1.0, "p10": 0.9, "p90": 1.1}}
     few, many = (speed.limit_of(0.5, noisy, n) for n in (4, 100))
     assert few is not None
@@ -146,8 +146,8 @@ def test_ratios_are_those_of_the_gpu_by_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_report_becomes_the_last_release(tmp_path: Any) -> None:
-    (found,) = speed.release(cuda_run(tmp_path).record(), "0.2.0").items()
-    assert (found[0], found[1]["version"]) == ("NVIDIA H200", "0.2.0")
+    (found,) = speed.release(cuda_run(tmp_path).record()).items()
+    assert (found[0], found[1]["version"]) == ("NVIDIA H200", "0.1.0")
     assert found[1]["ratios"]["decode"]["B8 L4096 H32/8 D128 bf16"] == 1.11
     assert found[1]["ratios"].keys() == set(SECTIONS)
 

@@ -94,16 +94,6 @@ class Call:
         found = torch.autograd.grad(out, sinks, self.dout, materialize_grads=True)
         return {"dsink": found[0]}
 
-    @torch.no_grad()
-    def cached(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, **arguments: torch.Tensor
-    ) -> Tensors:
-        """Returns out and softmax_lse of flash_attn_with_kvcache, on caches instead of k and v."""
-        out, softmax_lse = self.attention.kvcache(
-            self.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **self.keywords
-        )
-        return {"out": out, "softmax_lse": softmax_lse}
-
     @property
     def keywords(self) -> dict[str, Any]:
         """Returns the keyword arguments, slopes included."""

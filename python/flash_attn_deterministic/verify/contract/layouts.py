@@ -6,7 +6,7 @@ Each function returns the sequences as dense calls of their own, beside their pa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -130,9 +130,10 @@ def cached(
     8 bits, with a scale of each head, and calls have keys and values that it holds.
     """
     device, batch = call.q.device, len(lengths)
-    scales = _scales(call) if fp8 else None
-    if scales:
-        k, v = (x.to(call.q) * scale for x, scale in _in_8_bits(call.k, call.v, scales))
+    if fp8:
+        k_scale, v_scale = _scales(call)
+        k = (call.k / k_scale).to(FP8).to(call.q) * k_scale
+        v = (call.v / v_scale).to(FP8).to(call.q) * v_scale
         call = replace(call, k=k, v=v)
     ones = alone(call, [call.q.shape[1]] * batch, lengths)
     used = [length - new for length in lengths]
@@ -161,11 +162,15 @@ def cached(
             names = ("rotary_cos", "rotary_sin", "rotary_interleaved")
             arguments |= dict(zip(names, rotary, strict=True))
             ones = [_rotated(one, rotary, new) for one in ones]
-    if scales:
-        arguments["k_descale"], arguments["v_descale"] = (s.flatten().float() for s in scales)
-        k_cache, v_cache = (x for x, _ in _in_8_bits(k_cache, v_cache, scales))
-    results = call.cached(k_cache, v_cache, **arguments)
-    parts: Parts = []
+    if fp8:
+        k_cache, v_cache = (k_cache / k_scale).to(FP8), (v_cache / v_scale).to(FP8)
+        arguments["k_descale"] = k_scale.flatten().float()
+        arguments["v_descale"] = v_scale.flatten().float()
+    with torch.no_grad():
+        out, softmax_lse = call.attention.kvcache(
+            call.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **call.keywords
+        )
+    results, parts = {"out": out, "softmax_lse": softmax_lse}, []
     for index, (one, length) in enumerate(zip(ones, lengths, strict=True)):
         own = part(results, b=[index])
         if new:
@@ -177,14 +182,6 @@ def cached(
                 own[name] = whole[None, :length]
         parts.append((one, own))
     return parts
-
-
-def _in_8_bits(
-    k: torch.Tensor, v: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields what a cache in 8 bits holds of keys, and of values, each with its scale."""
-    for x, scale in zip((k, v), scales, strict=True):
-        yield (x / scale).to(FP8), scale
 
 
 def _scales(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

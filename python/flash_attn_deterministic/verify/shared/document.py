@@ -50,7 +50,7 @@ def markdown(document: Document, folder: Path) -> str:
     def link(path: Path) -> str:
         return Path(os.path.relpath(path, folder)).as_posix()
 
-    text: str = _template("page.md.j2").render(document=document, link=link)
+    text: str = _template("page.md.j2").render(document=document, link=link, table=table)
     return text.rstrip() + "\n"
 
 

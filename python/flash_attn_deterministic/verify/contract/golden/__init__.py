@@ -70,10 +70,9 @@ def golden(case: Case, attention: Attention, size: Size) -> None:
         raise Mismatch(f"{case.name}: there is no golden hash of this case", drawn)
     if why := known.problem(entry):
         raise Mismatch(f"golden hashes are not accepted: {why}", drawn)
-    parts = call.parts(drawn)
-    results = call.results(drawn, parts)
+    _, results = call.run(drawn)
     expect_numbers(drawn, case.name, results)
-    found = record.hashes_of(call, drawn, parts)
+    found = record.hashes_of(results)
     if found != expected:
         pairs = zip(results, found.split(), expected.split(), strict=True)
         name, own, other = next(pair for pair in pairs if pair[1] != pair[2])

@@ -71,23 +71,12 @@ class GoldenCall:
         options["split_size"] = self.split_size
         return Call(attention, **tensors, slopes=slopes, options=options), found
 
-    def parts(self, call: Call) -> layouts.Parts:
-        """Runs the call; returns each sequence as a dense call beside its part of the results."""
-        lengths_q, lengths_k = zip(*self.lengths, strict=True)
-        if self.form == "packed":
-            return layouts.packed(call, lengths_q, lengths_k, gradients=self.backward).parts
-        if self.form == "cache":
-            rotary = _rotary(call.q) if self.new else None
-            return layouts.cached(
-                call, lengths_k,
-                room=_CAPACITY, page_size=self.page_size, new=self.new, rotary=rotary,
-            )  # fmt: skip
-        results = call.gradients() if self.backward else call()
-        ones = layouts.alone(call, lengths_q, lengths_k)
-        return [(one, part(results, b=[index])) for index, one in enumerate(ones)]
+    def run(self, call: Call) -> tuple[layouts.Parts, Tensors]:
+        """Runs the call; returns its parts as `layouts` has them, and what is hashed.
 
-    def results(self, call: Call, parts: layouts.Parts) -> Tensors:
-        """Returns what is hashed: the results of all sequences, and a cache that was written to."""
+        That is the results of all sequences, and a cache that was written to.
+        """
+        parts = self._parts(call)
         axes = {"softmax_lse": 2} if self.form == "packed" else {}
         axis = 1 if self.form == "packed" else 0
         names = [name for name in parts[0][1] if name not in ("k_cache", "v_cache")]
@@ -100,7 +89,21 @@ class GoldenCall:
             cache = joined[f"{name}_cache"] = getattr(call, name).clone()
             for place, ((_, own), (_, length)) in enumerate(zip(parts, self.lengths, strict=True)):
                 cache[place, :length] = own[f"{name}_cache"][0]
-        return joined
+        return parts, joined
+
+    def _parts(self, call: Call) -> layouts.Parts:
+        lengths_q, lengths_k = zip(*self.lengths, strict=True)
+        if self.form == "packed":
+            return layouts.packed(call, lengths_q, lengths_k, gradients=self.backward).parts
+        if self.form == "cache":
+            rotary = _rotary(call.q) if self.new else None
+            return layouts.cached(
+                call, lengths_k,
+                room=_CAPACITY, page_size=self.page_size, new=self.new, rotary=rotary,
+            )  # fmt: skip
+        results = call.gradients() if self.backward else call()
+        ones = layouts.alone(call, lengths_q, lengths_k)
+        return [(one, part(results, b=[index])) for index, one in enumerate(ones)]
 
 
 def _rotary(like: torch.Tensor) -> layouts.Rotary:
