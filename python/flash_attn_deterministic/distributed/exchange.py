@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import Numbers, expand
+from .layout import Numbers, expand, summed
 from .ranks import Ranks
 
 _WORD = torch.int32  # what messages are made of
@@ -27,26 +27,33 @@ class Places:
     """Rows of a tensor, in the order of the ranks that they go to or come from.
 
     Args:
-        own: rows of this rank.
-        counts: of each other one.
-        at: where pieces of rows begin.
-        length: of these.
-        head: of each piece, the part of the heads; with `parts` > 1.
+        rank: this rank.
+        ranks: their number.
+        other: rank that a piece of rows goes to or comes from; it may be this one.
+        at: where the piece begins.
+        length: of the piece.
+        head: the part of the heads that it has; None: it comes, and has all that come.
         parts: into which heads are divided.
     """
 
     def __init__(
         self,
-        own: int,
-        counts: Sequence[int],
+        rank: int,
+        ranks: int,
+        other: Numbers,
         at: Numbers,
         length: Numbers,
         head: Numbers | None = None,
         parts: int = 1,
     ) -> None:
-        self.counts, self.others, self.parts = counts, sum(counts), parts
-        self.total = own + self.others
-        self._pieces = at, length, torch.zeros_like(at) if head is None else head
+        self.counts = summed(ranks, other, length).tolist()  # of each other rank
+        self.total, self.counts[rank] = sum(self.counts), 0
+        self.others, self.parts = sum(self.counts), parts
+        # This rank's own are the last ones that go, and the first ones that come.
+        own = -1 if head is None else ranks
+        order = torch.where(other == rank, own, other).argsort(stable=True)
+        heads = torch.zeros_like(at) if head is None else head
+        self._pieces = at[order], length[order], heads[order]
         self._index: dict[Stream, torch.Tensor] = {}
         self._inverse: dict[Stream, torch.Tensor] = {}
 

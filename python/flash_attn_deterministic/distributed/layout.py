@@ -170,6 +170,11 @@ def overlaps(parts: Layout, begin: Numbers, end: Numbers) -> Overlaps:
     return Overlaps(part, want, low, torch.minimum(parts.end[part], end[want]))
 
 
+def summed(count: int, index: Numbers, numbers: Numbers) -> Numbers:
+    """Returns the sums of the numbers of each index."""
+    return torch.zeros(count, dtype=numbers.dtype).index_add_(0, index, numbers)
+
+
 def expand(counts: Numbers, total: int | None = None) -> tuple[Numbers, Numbers]:
     """Returns 0 0 0 1 1 ... and 0 1 2 0 1 ... for the counts 3 2 ..., of the sum `total`."""
     which = torch.repeat_interleave(counts, output_size=total)

@@ -11,7 +11,6 @@ import flash_attn_deterministic.distributed as distributed
 import pytest
 import rank_functions as ranks
 import torch
-from flash_attn_deterministic.distributed.api import Where, _resolve
 from flash_attn_deterministic.distributed.ranks import Ranks, find_group
 from flash_attn_deterministic.distributed.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -390,12 +389,10 @@ def test_residual_for_a_backward(leaf: int) -> None:
     """The backward over ranks has no argument for it; without a backward none is kept."""
     inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
     inputs[leaf].requires_grad_()
-    numbers = (0.0, None, False, (-1, -1), 0.0, None, None)
-    where = Where(None, None, "contiguous", None, None)
 
     def found() -> Any:
         q, k, v = inputs
-        return _resolve(Ranks.of(find_group(None, None)), q, k, v, None, numbers, None, where)
+        return distributed.flash_attn_func(q, k, v)
 
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):
