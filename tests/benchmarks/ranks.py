@@ -29,8 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
-from flash_attn_deterministic.distributed.plan import Shape as PlanShape
-from flash_attn_deterministic.distributed.plan import plan_of
 from flash_attn_deterministic.verify.shared.files import json_text, write_files
 from flash_attn_deterministic.verify.shared.provenance import provenance
 from torch.distributed.device_mesh import init_device_mesh
@@ -132,14 +130,14 @@ class Case:
             peers: whether to time torch's context_parallel too.
             write: gets what has been found, after each time.
         """
+        mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
         found: dict[str, Any] = {
             "shape": vars(self._shape) | {},
             "seconds": {},
             "peak_bytes": {},
             "refused": {},
-            "model": self._modelled(),
+            "model": self._explained(mask),
         }
-        mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
         sides: dict[str, tuple[Attend, bool, Context]] = {}
         over: Any = functools.partial(distributed.flash_attn_func, **mask, **CUT)
         sides["planned"] = (over, True, nullcontext)
@@ -177,25 +175,20 @@ class Case:
             found["same_bits"] = self._same_bits(sides["planned"][0], sides["one"][0])
         return found
 
-    def _modelled(self) -> dict[str, Any]:
+    def _explained(self, mask: dict[str, Any]) -> dict[str, Any]:
         """Returns what the planner chooses, and what it expects of each choice."""
         shape = self._shape
-        starts = tuple(shape.seqlen * index for index in range(shape.batch + 1))
-        tokens = starts[-1] // self._ranks
-        plan = plan_of(
-            PlanShape(
-                *(starts, starts, True, tokens, tokens, self._ranks, CUT["order"]),
-                *(shape.window, 0, 2048, 4096, shape.nheads, shape.nheads_k, shape.head_dim),
-            ),
-            0,
+        q, k = (
+            torch.empty(
+                *(shape.batch, shape.seqlen // self._ranks, heads, shape.head_dim),
+                dtype=torch.bfloat16,
+                device=self._device,
+            )
+            for heads in (shape.nheads, shape.nheads_k)
         )
-        return {
-            "degree": plan.degree,
-            "moves": plan.moves,
-            "heads": (plan.forward.heads, plan.backward.heads),
-            "seconds": plan.seconds,
-            "others": plan.others,
-        }
+        found = distributed.explain(q, k, **mask, **CUT)
+        names = ("degree", "moves", "heads", "seconds", "others")  # of the fields, in their order
+        return dict(zip(names, vars(found).values(), strict=True))
 
     def _inputs(self, is_cut: bool) -> list[torch.Tensor]:
         """q, k, v and dout, the same numbers on all ranks: whole, or this rank's part."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from .calls import of_kv, of_qkv, of_varlen_qkv
 from .dtensor import with_dtensors
 from .layout import CONTIGUOUS, check_order
 from .ops import CallSpec
+from .plan import Explanation
 from .ranks import Ranks, find_group
 
 _MOST = 1024  # calls of a group that are remembered as valid
@@ -308,25 +308,6 @@ flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func, PACKED[
 flash_attn_varlen_kvpacked_func = of_kv(flash_attn_varlen_func, PACKED[2, True])
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """How a call is divided over ranks, and why.
-
-    Args:
-        ulysses_degree: ranks over which heads are divided.
-        whole_sequences: how many come to one rank, or one group of `ulysses_degree` ranks.
-        heads_k: KV heads computed at a time, forward and backward.
-        seconds: that the planner's model expects of the forward and the backward on an H100.
-        others: the same for the ways that were not chosen, by name.
-    """
-
-    ulysses_degree: int
-    whole_sequences: int
-    heads_k: tuple[int, int]
-    seconds: tuple[float, float]
-    others: Mapping[str, tuple[float, float]]
-
-
 def explain(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -358,6 +339,4 @@ def explain(
     options = 0.0, None, causal, window_size, 0.0, split_size, None
     how = order, heads_k_stride, ulysses_degree
     spec = _resolve(ranks, (q, k, k), lengths, options, how)
-    plan = ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).plan
-    heads = plan.forward.heads, plan.backward.heads
-    return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)
+    return ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).plan.chosen

@@ -102,31 +102,29 @@ class Heads(NamedTuple):
     number: int  # of heads, in each part
     width: int  # of a head
 
+    def some(self, first: int, number: int) -> Heads:
+        """Returns `number` heads from `first` on, in each part."""
+        if number == self.number:
+            return self
+        words = self.rows.shape[1] // self.number
+        rows = self.rows[:, first * words : (first + number) * words]
+        return self._replace(rows=rows, number=number)
 
-class Words:
-    """A tensor (tokens, heads, width) as rows of words.
+
+def heads_of(tensor: torch.Tensor, parts: int) -> Heads:
+    """Returns all heads of a tensor; a copy of one that is not in one piece.
 
     Args:
-        tensor: the tensor; a copy is taken of one that is not in one piece.
+        tensor: (tokens, heads, width).
         parts: into which its heads are divided.
     """
-
-    def __init__(self, tensor: torch.Tensor, parts: int) -> None:
-        offset = tensor.storage_offset() * tensor.element_size()
-        if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        tokens, heads, self._width = tensor.shape
-        self._dtype, self._number = tensor.dtype, heads // parts
-        words = tensor.view(_WORD)
-        self._words = words.shape[2]  # of a head
-        self._rows = words.view(tokens * parts, self._number * self._words)
-
-    def heads(self, first: int = 0, number: int = 0) -> Heads:
-        """Returns `number` heads from `first` on, in each part; 0: all."""
-        rows = self._rows
-        if number and number < self._number:
-            rows = rows[:, first * self._words : (first + number) * self._words]
-        return Heads(rows, self._dtype, number or self._number, self._width)
+    offset = tensor.storage_offset() * tensor.element_size()
+    if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tokens, heads, width = tensor.shape
+    words, number = tensor.view(_WORD), heads // parts
+    rows = words.view(tokens * parts, number * words.shape[2])
+    return Heads(rows, tensor.dtype, number, width)
 
 
 class Arriving:

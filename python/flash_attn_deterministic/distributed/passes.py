@@ -15,7 +15,7 @@ from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from .exchange import Arriving, Heads, Route, Stream, Words, stream_of
+from .exchange import Arriving, Heads, Route, Stream, heads_of, stream_of
 from .plan import Call, Pass, Plan
 from .ranks import Ranks
 from .sums import Sums, added
@@ -47,14 +47,14 @@ class _Step(NamedTuple):
         first = (self.first + self.head) * self.group
         return slice(first, first + self.size * self.group)
 
-    def rows(self, tensors: Iterable[Words]) -> list[Heads]:
+    def rows(self, tensors: Iterable[Heads]) -> list[Heads]:
         """Returns the query heads of each part of tensors with all of them."""
         first, count = self.head * self.group, self.size * self.group
-        return [one.heads(first, count) for one in tensors]
+        return [one.some(first, count) for one in tensors]
 
-    def keys(self, tensors: Iterable[Words]) -> list[Heads]:
+    def keys(self, tensors: Iterable[Heads]) -> list[Heads]:
         """Returns the KV heads likewise."""
-        return [one.heads(self.head, self.size) for one in tensors]
+        return [one.some(self.head, self.size) for one in tensors]
 
 
 class _Steps:
@@ -87,8 +87,8 @@ class _Steps:
         self.are_one = part.rows is None and (part.keys is None or part.heads >= each)
         if part.keys is not None:
             # What is sent, once for all steps.
-            self._keys = [Words(one, degree) for one in keys]
-            self._rows = [] if part.rows is None else [Words(one, degree) for one in rows]
+            self._keys = [heads_of(one, degree) for one in keys]
+            self._rows = [] if part.rows is None else [heads_of(one, degree) for one in rows]
             self._coming = self._start(0)
 
     def _start(self, head: int) -> tuple[_Step, list[Arriving]] | None:
@@ -144,7 +144,8 @@ def forward(
         sequence.
     """
     part, stream = plan.forward, stream_of(q.device)
-    steps = _Steps(ranks, stream, plan.degree, part, (q,), (k, v))
+    degree = plan.chosen.ulysses_degree
+    steps = _Steps(ranks, stream, degree, part, (q,), (k, v))
     # While the first keys come, sequences that need none.
     found = _attend(plan.local, q, (k, v), stream, options, learnable_sink)
     if steps.are_one:
@@ -152,10 +153,10 @@ def forward(
             found += _attend(part.calls, rows, keys, stream, options, learnable_sink)
         return _results(found, q)
     out, lse = _results(found, q, part.calls if part.rows is None else ())
-    targets: tuple[Words, ...] = ()
+    targets: tuple[Heads, ...] = ()
     if part.rows is not None:
         lse = lse.t().contiguous()  # it travels by rows
-        targets = Words(out, plan.degree), Words(lse[..., None], plan.degree)
+        targets = heads_of(out, degree), heads_of(lse[..., None], degree)
         lse = lse.t()
     going: list[Callable[[], None]] = []
     for step, (rows,), keys in steps:
@@ -191,8 +192,9 @@ def backward(
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
     """
     part, stream = plan.backward, stream_of(k.device)
+    degree = plan.chosen.ulysses_degree
     of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
-    steps = _Steps(ranks, stream, plan.degree, part, of_rows, (k, v))
+    steps = _Steps(ranks, stream, degree, part, of_rows, (k, v))
     local = [(call, _gradients(call, rows, (k, v), stream, options)) for call in plan.local]
     of_dq = [(call.rows, one[0]) for call, one in local]
     dq, dk, dv = rows.q, k, v
@@ -207,8 +209,8 @@ def backward(
             _joined([(call.keys, one[side]) for call, one in local], like)
             for side, like in ((1, k), (2, v))
         )
-    targets_q = [] if part.rows is None else [Words(dq, plan.degree)]
-    targets_k = [] if part.whole is None else [Words(one, plan.degree) for one in (dk, dv)]
+    targets_q = [] if part.rows is None else [heads_of(dq, degree)]
+    targets_k = [] if part.whole is None else [heads_of(one, degree) for one in (dk, dv)]
     del local
     going: list[Callable[[], None]] = []
     for step, (dout, q, out, *lse), keys in steps:
@@ -238,7 +240,7 @@ def backward(
             if only_sums:
                 dk, dv = sums.finished(options, k)
             else:
-                place = plan.degree, step.head
+                place = degree, step.head
                 more.append(functools.partial(sums.write, options, k, dk, dv, *place))
         _finish(going)
         going = more
@@ -415,7 +417,7 @@ def _sent(
     what: str,
 ) -> Callable[[], None]:
     """Sends results back on the way on which their rows came, and returns what writes them."""
-    heads = [Words(one, 1).heads() for one in results]
+    heads = [heads_of(one, 1) for one in results]
     return functools.partial(Arriving(ranks, way.back, heads, stream, what).into, targets)
 
 

@@ -20,8 +20,8 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -126,16 +126,32 @@ class Pass(NamedTuple):
     sums: Sums | None = None  # what becomes of their sums
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is divided over ranks, and why.
+
+    Args:
+        ulysses_degree: ranks over which heads are divided.
+        whole_sequences: how many come to one rank, or one group of `ulysses_degree` ranks.
+        heads_k: KV heads computed at a time, forward and backward.
+        seconds: that the planner's model expects of the forward and the backward on an H100.
+        others: the same for the ways that were not chosen, by name.
+    """
+
+    ulysses_degree: int
+    whole_sequences: int
+    heads_k: tuple[int, int]
+    seconds: tuple[float, float]
+    others: Mapping[str, tuple[float, float]]
+
+
 class Plan(NamedTuple):
     """What one rank does in a call."""
 
-    degree: int  # ranks over which heads are divided
     local: tuple[Call, ...]  # calls on sequences that lie entirely on this rank
     forward: Pass  # of the others
     backward: Pass  # likewise
-    seconds: tuple[float, float]  # that the model expects of forward and backward
-    others: dict[str, tuple[float, float]]  # the same for what was not chosen
-    moves: int  # sequences that come to one team
+    chosen: Explanation  # for all ranks
 
 
 class Keys(NamedTuple):
@@ -173,12 +189,9 @@ class _Half(NamedTuple):
 class _Choice(NamedTuple):
     """One way to divide a call."""
 
-    degree: int
     local: Numbers  # for each sequence, its only rank; -1: none
-    moves: int
     halves: tuple[_Half, _Half]
-    heads: tuple[int, int]
-    seconds: tuple[float, float]
+    explanation: Explanation  # without others
 
 
 class _Planner:
@@ -196,11 +209,15 @@ class _Planner:
         common = math.gcd(shape.ranks, shape.nheads_k)
         for degree in [shape.degree] if shape.degree else sorted({common, 1}, reverse=True):
             self._choose(degree)
+        seconds = {name: one.explanation.seconds for name, one in self._choices.items()}
         # Among equals, the one that divides heads most.
-        self._best = next(iter(self._choices))
-        for name, choice in self._choices.items():
-            if sum(choice.seconds) < 0.99 * sum(self._choices[self._best].seconds):
-                self._best = name
+        best = next(iter(seconds))
+        for name, expected in seconds.items():
+            if sum(expected) < 0.99 * sum(seconds[best]):
+                best = name
+        self._best = self._choices[best]
+        del seconds[best]
+        self._chosen = replace(self._best.explanation, others=seconds)
 
     # --- who computes what ------------------------------------------------------------------------
 
@@ -248,9 +265,9 @@ class _Planner:
             heads, time = self._timed(forward.load, False)
             heads_bwd, time_bwd = self._timed(backward.load, True)
             moves = int(((team_of >= 0) & (local < 0)).sum())
-            self._choices[", ".join(words + [f"long sequences {name}"] * (teams > 1))] = _Choice(
-                *(degree, local, moves, (forward, backward)), (heads, heads_bwd), (time, time_bwd)
-            )
+            chosen = Explanation(degree, moves, (heads, heads_bwd), (time, time_bwd), {})
+            name = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
+            self._choices[name] = _Choice(local, (forward, backward), chosen)
 
     def _home(self, pieces: Layout) -> Numbers:
         """Returns for each sequence the rank or team that has all of it; -1: several, or none."""
@@ -425,25 +442,17 @@ class _Planner:
 
     def plan(self, rank: int) -> Plan:
         """Returns what a rank does."""
-        choice = self._choices[self._best]
+        choice, degree, heads = self._best, self._chosen.ulysses_degree, self._chosen.heads_k
         first, second = choice.halves
-        forward = backward = self._pass(first, choice.degree, rank)
+        forward = backward = self._pass(first, degree, rank)
         if second is not first:
-            backward = self._pass(second, choice.degree, rank)
-        backward = self._with_gradients(backward, second, choice.degree, rank)
-        others = {name: one.seconds for name, one in self._choices.items() if name != self._best}
-        return Plan(
-            choice.degree,
-            self._local(choice, rank),
-            forward._replace(heads=choice.heads[0]),
-            backward._replace(heads=choice.heads[1]),
-            choice.seconds,
-            others,
-            choice.moves,
-        )
+            backward = self._pass(second, degree, rank)
+        backward = self._with_gradients(backward, second, degree, rank)
+        passes = forward._replace(heads=heads[0]), backward._replace(heads=heads[1])
+        return Plan(self._local(choice.local, rank), *passes, self._chosen)
 
-    def _local(self, choice: _Choice, rank: int) -> tuple[Call, ...]:
-        sequence = (choice.local == rank).nonzero().flatten()
+    def _local(self, local: Numbers, rank: int) -> tuple[Call, ...]:
+        sequence = (local == rank).nonzero().flatten()
         begin, end = self._ends(sequence)
         rows = self._own_q.place(begin), begin, end
         zero, keys_at = torch.zeros_like(sequence), self._own_k.place(self._starts_k[sequence])
