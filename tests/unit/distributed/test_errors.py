@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import flash_attn_deterministic.distributed as distributed
 import pytest
 import rank_functions as ranks
 import torch
+from calls import int32
+from flash_attn_deterministic.distributed.agreement import VARIABLE
 from flash_attn_deterministic.distributed.ranks import Ranks, find_group
 from flash_attn_deterministic.distributed.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -25,6 +28,26 @@ from tests.gpu.ranks import dying_rank
 def pool() -> Iterator[Pool]:
     with pool_of(2) as two:
         yield two
+
+
+def dense(
+    seqlen: int = 8,
+    nheads_k: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    requires_grad: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Returns the arguments of a call on a rank."""
+    q, k = (torch.ones(1, seqlen, heads, 16, dtype=dtype) for heads in (4, nheads_k))
+    return {"q": q.requires_grad_(requires_grad), "k": k, "v": k, **options}
+
+
+def varlen(starts: list[int], **options: Any) -> dict[str, Any]:
+    """Likewise of packed sequences with 8 tokens on the rank."""
+    packed = {name: tensor[0] for name, tensor in dense().items()}
+    cu_seqlens = int32(*starts)
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return {**packed, **lengths, "max_seqlen_q": 8, "max_seqlen_k": 8, **options}
 
 
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -45,35 +68,40 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("change", "part"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 def test_ranks_that_disagree(pool: Pool, change: dict[str, Any], part: str) -> None:
-    for rank, message in enumerate(pool.run(ranks.raised, {1: change})):
+    for rank, message in enumerate(
+        pool.run(ranks.raised, "flash_attn_func", dense(), dense(**change))
+    ):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
         assert f"rank {rank} found a difference in {part}" in message
 
 
-def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
-    first, second = pool.run(ranks.raised, {1: {"dropout_p": 0.5}})
-    assert second.startswith("UnsupportedError: dropout_p: expected 0.0 on several ranks, got 0.5")
-    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
-    assert "UnsupportedError: dropout_p" in first
-
-
 def test_a_gradient_on_one_rank(pool: Pool) -> None:
     """Otherwise a rank would wait in its backward for one that has none."""
-    for message in pool.run(ranks.raised, {1: {"requires_grad": True}}):
+    for message in pool.run(ranks.raised, "flash_attn_func", dense(), dense(requires_grad=True)):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
         assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
 
 
-@pytest.mark.parametrize(
-    ("what", "part"),
-    [
-        ("gradient", "UnsupportedError: learnable_sink: expected one that requires no gradient"),
-        ("rows", "UnsupportedError: learnable_sink: expected None on several ranks where rows"),
-        ("one rank", "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1"),
-    ],
-)
-def test_sinks(pool: Pool, what: str, part: str) -> None:
-    for message in pool.run(ranks.sink_raised, what):
+_SINK: dict[str, Any] = {"learnable_sink": torch.ones(4)}
+SINKS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "gradient": (
+        [dense(learnable_sink=torch.ones(4).requires_grad_())],
+        "UnsupportedError: learnable_sink: expected one that requires no gradient",
+    ),
+    "rows": (
+        [{**dense(), **_SINK, "q": dense(16)["q"], "causal": True}],
+        "UnsupportedError: learnable_sink: expected None on several ranks where rows",
+    ),
+    "one rank": (
+        [dense(**_SINK), dense()],
+        "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("calls", "part"), SINKS.values(), ids=SINKS)
+def test_sinks(pool: Pool, calls: list[dict[str, Any]], part: str) -> None:
+    for message in pool.run(ranks.raised, "flash_attn_func", *calls):
         assert part in message
 
 
@@ -93,16 +121,19 @@ def test_sdpa(pool: Pool, what: dict[str, Any], part: str) -> None:
         assert part in message
 
 
-def test_parts_of_different_lengths(pool: Pool) -> None:
-    for message in pool.run(ranks.unshard_raised, {}):
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"tensor": torch.zeros(4)}, "tensor.shape[0]: 3 on rank 0, 4 on rank 1"),
+        ({"order": "zigzag"}, "found a difference in order: contiguous on rank 0, zigzag on"),
+    ],
+    ids=["lengths", "orders"],
+)
+def test_parts_that_do_not_fit(pool: Pool, change: dict[str, Any], part: str) -> None:
+    given = {"tensor": torch.zeros(3), "dim": 0}
+    for message in pool.run(ranks.raised, "unshard", given, given | change):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
-
-
-def test_parts_that_are_joined_in_different_orders(pool: Pool) -> None:
-    for message in pool.run(ranks.unshard_raised, {1: {"order": "zigzag"}}):
-        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert "found a difference in order: " in message
+        assert part in message
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -122,7 +153,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "part"), WRONG.values(), ids=WRONG)
 def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> None:
-    for message in pool.run(ranks.raised, {0: options, 1: options}):
+    for message in pool.run(ranks.raised, "flash_attn_func", dense(**options)):
         assert part in message
 
 
@@ -146,44 +177,85 @@ def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> N
     ],
 )
 def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
-    for message in pool.run(ranks.packed_raised, {0: starts, 1: starts}, order):
+    for message in pool.run(ranks.raised, "flash_attn_varlen_func", varlen(starts, order=order)):
         assert message.startswith("ArgumentError: cu_seqlens_q: ")
         assert part in message
 
 
 def test_ranks_with_different_lengths(pool: Pool) -> None:
-    found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
-    for message in found:
+    calls = varlen([0, 8, 16]), varlen([0, 4, 16])
+    for message in pool.run(ranks.raised, "flash_attn_varlen_func", *calls):
         assert "cu_seqlens_q: (0, 8, 16) on rank 0, (0, 4, 16) on rank 1" in message
 
 
-ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "q": ({"q": None}, "ArgumentTypeError: q: expected a torch.Tensor"),
-    "packed": ({"parts": 2}, "ArgumentError: qkv: expected shape"),
+def llama3(rank: int, **changes: Any) -> dict[str, Any]:
+    """Returns the arguments of a call with ring-flash-attn's name on a rank."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+    prepared = llama3_flash_attn_prepare_cu_seqlens(int32(0, 16), True, rank, 2)
+    own = dict(zip(names, prepared, strict=True))
+    return {**varlen([]), **own, "heads_k_stride": 1, "causal": True, **changes}
+
+
+_QKV = torch.ones(1, 8, 3, 4, 16, dtype=torch.bfloat16)
+# Name of a function, what its second rank passes, and what that raises.
+ONE_WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unsupported": ("flash_attn_func", dense(dropout_p=0.5), "UnsupportedError: dropout_p: "),
+    "keyword": ("flash_attn_func", dense(windows=3), "TypeError: "),
+    "group": ("flash_attn_func", dense(group=3), "ArgumentTypeError: group: expected a torch"),
+    "order": ("flash_attn_func", dense(order="x"), "ArgumentError: order: "),
+    "q": ("flash_attn_func", dense() | {"q": None}, "ArgumentTypeError: q: expected a torch"),
+    "packed": (
+        "flash_attn_qkvpacked_func",
+        {"qkv": _QKV[:, :, :2]},
+        "ArgumentError: qkv: expected",
+    ),
     "slice": (
-        {"place": slice(None, 8)},
+        "llama3",
+        {"local_k_slice": slice(None, 8)},
         "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(None, 8)",
     ),
     "slice of a tensor": (
-        {"place": slice(torch.ones(2), 8)},
+        "llama3",
+        {"local_k_slice": slice(torch.ones(2), 8)},
         "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(a tensor of "
         "dtype torch.float32 and shape (2,), 8)",
     ),
     "tensor": (
-        {"place": torch.ones(2)},
+        "llama3",
+        {"local_k_slice": torch.ones(2)},
         "ArgumentTypeError: local_k_slice: expected a slice of two ints, got a tensor of dtype",
     ),
-    "lengths": ({"starts": [0, 8]}, "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
-    "flag": ({"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
+    "lengths": (
+        "llama3",
+        {"cu_seqlens_k": [0, 8]},
+        "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor",
+    ),
+    "flag": ("llama3", {"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
 }
 
 
-@pytest.mark.parametrize(("wrong", "part"), ONE_WRONG.values(), ids=ONE_WRONG)
-def test_wrong_types_on_one_rank(pool: Pool, wrong: dict[str, Any], part: str) -> None:
-    first, second = pool.run(ranks.wrong_on_one, wrong)
+@pytest.mark.parametrize(("name", "wrong", "part"), ONE_WRONG.values(), ids=ONE_WRONG)
+def test_a_wrong_call_on_one_rank(pool: Pool, name: str, wrong: dict[str, Any], part: str) -> None:
+    """The other rank raises at once; afterwards both can use the group."""
+    good: dict[str, Any] = {"qkv": _QKV} if "qkv" in wrong else dense()
+    if name == "llama3":
+        name, good = "ring_flash_attn.llama3_flash_attn_varlen_func", llama3(0)
+        wrong = llama3(1, **wrong)
+    begin = time.monotonic()
+    first, second = pool.run(ranks.raised, name, good, wrong)
     assert second.startswith(part)
-    assert first.startswith("RankError: rank 1 of 2 did not make the call")
+    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
     assert part in first
+    # Of another shape, as ranks that have agreed on one would wait for messages in the next case.
+    assert pool.run(ranks.raised, "flash_attn_func", dense(seqlen=4)) == ["", ""]
+    assert time.monotonic() - begin < 30
+
+
+def test_dtensors_on_one_rank_are_mixed(pool: Pool) -> None:
+    first, second = pool.run(ranks.mixed_dtensors)
+    assert second == "ArgumentError: q, k, v: expected three DTensors or none, got both kinds"
+    assert first.startswith("RankError: rank 1 of 2 did not make the call")
+    assert second in first
 
 
 def test_a_mesh_in_another_order(pool: Pool) -> None:
@@ -232,39 +304,14 @@ def test_checks_end_after_a_step_and_begin_after_a_failure(pool: Pool) -> None:
         assert told == {**dense, **packed, **checkpointed}
 
 
-def test_a_wrong_variable(pool: Pool) -> None:
-    for message in pool.run(ranks.variable_raised, "sometimes"):
-        assert message.startswith("ArgumentError: FLASH_ATTENTION_RANK_CHECKS: expected one of")
-        assert message.endswith("first, always, off, got 'sometimes'")
-
-
-ONE_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown keyword": ({"windows": 3}, "TypeError: "),
-    "group of a wrong type": ({"group": 3}, "ArgumentTypeError: group: expected a torch"),
-    "wrong value": ({"order": "x"}, "ArgumentError: order: "),
-}
-
-
-@pytest.mark.parametrize(("wrong", "part"), ONE_CALLS.values(), ids=ONE_CALLS)
-def test_a_wrong_call_on_one_rank(wrong: dict[str, Any], part: str) -> None:
-    """The others raise at once; afterwards all ranks can use the group."""
-    with pool_of(2) as two:
-        two.run(ranks.has_started)
-        begin = time.monotonic()
-        (first, again), (second, _) = two.run(ranks.one_wrong_call, wrong)
-    assert second.startswith(part)
-    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
-    assert part in first
-    assert again == ""
-    assert time.monotonic() - begin < 30
-
-
-def test_dtensors_on_one_rank_are_mixed() -> None:
-    with pool_of(2) as two:
-        first, second = two.run(ranks.mixed_dtensors)
-    assert second == "ArgumentError: q, k, v: expected three DTensors or none, got both kinds"
-    assert first.startswith("RankError: rank 1 of 2 did not make the call")
-    assert second in first
+@pytest.mark.usefixtures("one_rank")
+def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sometimes")
+    with pytest.raises(
+        package.FlashAttnError,
+        match=f"^{VARIABLE}: expected one of first, always, off, got 'sometimes'",
+    ):
+        distributed.flash_attn_func(**dense())
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["first", "later"])
@@ -301,49 +348,26 @@ def test_a_rank_with_another_wheel(pool: Pool, name: str) -> None:
         assert f"a difference in {name}: 1 on rank 0, 2 on rank 1" in message
 
 
-def test_a_rank_that_dies() -> None:
-    with pool_of(3, timeout=20) as three:
-        three.run(ranks.has_started)
-        three.start(ranks.end_on, 2, "killed")
-        begin = time.monotonic()
-        for _, message in three.results([0, 1]):
-            assert message.startswith("RankError: rank ")
-            assert "rank 2 did not make call 1 of this group within its timeout" in message
-        assert time.monotonic() - begin < 40
-
-
-def test_a_rank_that_dies_in_a_later_step() -> None:
-    """Ranks wait for its messages then; gloo finds that the connection has ended."""
-    with pool_of(2, timeout=20) as two:
-        two.run(ranks.has_started)
-        two.start(ranks.end_on, 1, "later")
-        begin = time.monotonic()
-        ((_, message),) = two.results([0])
-        assert message.startswith("RankError: rank 0 of 2: rows and keys did not arrive: another")
-        assert time.monotonic() - begin < 40
-
-
-def test_a_rank_that_is_late() -> None:
-    with pool_of(2, timeout=5) as two:
-        two.start(ranks.end_on, 1, "late")
-        (_, message), (_, late) = two.results()
-        assert message.startswith("RankError: rank 0 of 2: rank 1 did not make call 1")
-        assert late == ""
-
-
-@pytest.mark.parametrize("how", ["killed", "silent"])
-def test_a_process_that_dies(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "when", "part"),
+    [
+        ("killed", "first", "rank 1 did not make call 1 of this group"),
+        ("silent", "first", "rank 1 did not make call 1 of this group"),
+        # Ranks wait for its messages then; gloo finds that the connection has ended.
+        ("killed", "later", "rows and keys did not arrive: another"),
+    ],
+)
+def test_a_rank_that_dies(how: str, when: str, part: str) -> None:
     """The program of the tests on two GPUs, which end as soon as the first rank does."""
-    ended = dying_rank.run("cpu", how, 5, 20, {})
+    ended = dying_rank.run("cpu", how, 5, 20, {}, when)
     assert ended.status == 1
-    assert "RankError: rank 0 of 2: rank 1 did not make call 1 of this group" in ended.text
+    assert f"RankError: rank 0 of 2: {part}" in ended.text
     assert ended.seconds < 30
 
 
 def test_no_process_group() -> None:
-    q = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(package.FlashAttnError, match=r"group: .* is not initialised"):
-        distributed.flash_attn_func(q, q, q)
+        distributed.flash_attn_func(**dense())
 
 
 @pytest.fixture
@@ -389,11 +413,7 @@ def test_residual_for_a_backward(leaf: int) -> None:
     """The backward over ranks has no argument for it; without a backward none is kept."""
     inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
     inputs[leaf].requires_grad_()
-
-    def found() -> Any:
-        q, k, v = inputs
-        return distributed.flash_attn_func(q, k, v)
-
+    found: Any = functools.partial(distributed.flash_attn_func, *inputs)
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):
             found()
@@ -401,12 +421,6 @@ def test_residual_for_a_backward(leaf: int) -> None:
             found()
     with package.deterministic_mode(keep_residual=False):
         found()
-
-
-def test_one_rank_keeps_a_residual(pool: Pool) -> None:
-    first, second = pool.run(ranks.raised, {1: {"keep_residual": True, "requires_grad": True}})
-    assert second.startswith("UnsupportedError: keep_residual: expected False on several ranks")
-    assert "UnsupportedError: keep_residual" in first
 
 
 @pytest.mark.usefixtures("alone")
