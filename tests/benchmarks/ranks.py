@@ -108,18 +108,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True)
 class Case:
-    """One shape.
+    """One shape."""
 
-    Args:
-        shape: of the whole sequence.
-        device: "cuda" or "cpu".
-        repeats: of which the median counts.
-    """
-
-    def __init__(self, shape: Shape, device: str, repeats: int) -> None:
-        self._shape, self._device, self._repeats = shape, device, repeats
-        self._ranks = dist.get_world_size()
+    shape: Shape
+    device: str  # "cuda" or "cpu"
+    repeats: int  # of which the median counts
 
     def measured(
         self, peers: bool = False, write: Callable[[dict[str, Any]], None] = lambda found: None
@@ -130,9 +125,10 @@ class Case:
             peers: whether to time torch's context_parallel too.
             write: gets what has been found, after each time.
         """
-        mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
+        ranks = dist.get_world_size()
+        mask: dict[str, Any] = {"causal": True, "window_size": (self.shape.window, -1)}
         found: dict[str, Any] = {
-            "shape": vars(self._shape) | {},
+            "shape": vars(self.shape) | {},
             "seconds": {},
             "peak_bytes": {},
             "refused": {},
@@ -142,15 +138,15 @@ class Case:
         over: Any = functools.partial(distributed.flash_attn_func, **mask, **CUT)
         sides["planned"] = (over, True, nullcontext)
         one: Any = functools.partial(flash_attn_func, **mask)
-        if self._shape.seqlen <= ONE_GPU_UP_TO:
+        if self.shape.seqlen <= ONE_GPU_UP_TO:
             sides["one"] = (one, False, nullcontext)
-        for degree in range(1, self._ranks + 1):
+        for degree in range(1, ranks + 1):
             is_planned = degree == found["model"]["degree"]
-            if not (is_planned or self._ranks % degree or self._shape.nheads_k % degree):
+            if not (is_planned or ranks % degree or self.shape.nheads_k % degree):
                 divided = functools.partial(over, ulysses_degree=degree)
                 sides[f"heads over {degree}"] = (divided, True, nullcontext)
-        if peers and self._device == "cuda" and self._shape.window < 0:
-            mesh = init_device_mesh("cuda", (self._ranks,))
+        if peers and self.device == "cuda" and self.shape.window < 0:
+            mesh = init_device_mesh("cuda", (ranks,))
             sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
         for name, (attend, is_cut, context) in sides.items():
             try:
@@ -164,7 +160,7 @@ class Case:
                 found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
             write(found)
         seconds = found["seconds"]
-        for key, name, times in (("efficiency", "one", self._ranks), ("over_peer", "peer", 1)):
+        for key, name, times in (("efficiency", "one", ranks), ("over_peer", "peer", 1)):
             other = seconds.get("context_parallel" if name == "peer" else name, {})
             found[key] = {
                 part: value / times / seconds["planned"][part]
@@ -177,12 +173,12 @@ class Case:
 
     def _explained(self, mask: dict[str, Any]) -> dict[str, Any]:
         """Returns what the planner chooses, and what it expects of each choice."""
-        shape = self._shape
+        shape = self.shape
         q, k = (
             torch.empty(
-                *(shape.batch, shape.seqlen // self._ranks, heads, shape.head_dim),
+                *(shape.batch, shape.seqlen // dist.get_world_size(), heads, shape.head_dim),
                 dtype=torch.bfloat16,
-                device=self._device,
+                device=self.device,
             )
             for heads in (shape.nheads, shape.nheads_k)
         )
@@ -192,14 +188,12 @@ class Case:
 
     def _inputs(self, is_cut: bool) -> list[torch.Tensor]:
         """q, k, v and dout, the same numbers on all ranks: whole, or this rank's part."""
-        shape = self._shape
-        generator = torch.Generator(self._device).manual_seed(0)
+        shape = self.shape
+        generator = torch.Generator(self.device).manual_seed(0)
         tensors = []
         for heads in (shape.nheads, shape.nheads_k, shape.nheads_k, shape.nheads):
             size = (shape.batch, shape.seqlen, heads, shape.head_dim)
-            whole = torch.randn(
-                size, generator=generator, device=self._device, dtype=torch.bfloat16
-            )
+            whole = torch.randn(size, generator=generator, device=self.device, dtype=torch.bfloat16)
             tensors.append(distributed.shard(whole, 1, **CUT) if is_cut else whole)
         return tensors
 
@@ -222,7 +216,7 @@ class Case:
             torch.autograd.grad(attend(*leaves), leaves, dout)
 
         before = 0
-        if self._device == "cuda":
+        if self.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -231,19 +225,19 @@ class Case:
                 name: self._median(run) for name, run in (("forward", forward), ("both", both))
             }
             times |= {"host": self._host(forward, times), "host_both": self._host(both, times)}
-        peak = torch.cuda.max_memory_allocated() - before if self._device == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() - before if self.device == "cuda" else 0
         return times, peak
 
     def _median(self, run: Callable[[], None]) -> float:
         seconds: list[float] = []
-        for _ in range(self._repeats + 2):
+        for _ in range(self.repeats + 2):
             dist.barrier()
             self._synchronize()
             begin = time.perf_counter()
             run()
             self._synchronize()
             seconds.append(time.perf_counter() - begin)
-        longest = torch.tensor([statistics.median(seconds[2:])], device=self._device)
+        longest = torch.tensor([statistics.median(seconds[2:])], device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return float(longest)
 
@@ -260,7 +254,7 @@ class Case:
         return statistics.median(seconds)
 
     def _synchronize(self) -> None:
-        if self._device == "cuda":
+        if self.device == "cuda":
             torch.cuda.synchronize()
 
     def _same_bits(self, over: Attend, one: Attend) -> bool:
@@ -273,7 +267,7 @@ class Case:
             parts = found if is_cut else [distributed.shard(one, 1, **CUT) for one in found]
             results.append([one.contiguous().view(torch.int16) for one in parts])
         differing = sum(not torch.equal(*pair) for pair in zip(*results, strict=True))
-        total = torch.tensor([differing], device=self._device)
+        total = torch.tensor([differing], device=self.device)
         dist.all_reduce(total)
         return int(total) == 0
 

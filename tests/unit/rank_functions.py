@@ -17,7 +17,7 @@ import flash_attn_deterministic
 import torch
 import torch.distributed as dist
 from bits import bits_equal
-from calls import int32
+from calls import int32, normal
 from flash_attn_deterministic import tree
 from flash_attn_deterministic.distributed import (
     agreement,
@@ -80,11 +80,6 @@ def _rounded_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ..
 _BACKWARD: Any = passes._gradients
 
 
-def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Returns the same numbers on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
-
-
 def on_first(function: Any) -> Any:
     """Makes a function take the number of ranks that run it, and with `group` their group."""
 
@@ -99,7 +94,7 @@ def on_first(function: Any) -> Any:
 def _whole(seqlen: int, batch: int = 1, packed: bool = False) -> Tensors:
     """Returns q, k, v and dout of a dense call, or of packed sequences."""
     tensors = [
-        draw((batch, seqlen, heads, 16), number) for number, heads in enumerate((4, 2, 2, 4))
+        normal(batch, seqlen, heads, 16, seed=number) for number, heads in enumerate((4, 2, 2, 4))
     ]
     return [one[0] for one in tensors] if packed else tensors
 
@@ -160,8 +155,8 @@ def compiled(cut: dict[str, Any]) -> list[bool]:
 def with_more_of_a_call(cut: dict[str, Any]) -> list[bool]:
     """Compares calls with attention sinks and with two head dims with one device."""
     *qkv, dout = _whole(72)
-    sink, found = draw((4,), 9).float(), []
-    narrow = [*qkv[:2], draw((1, 72, 2, 8), 10), dout[..., :8]]
+    sink, found = normal(4, seed=9).float(), []
+    narrow = [*qkv[:2], normal(1, 72, 2, 8, seed=10), dout[..., :8]]
     both = math.gcd(2, dist.get_world_size(cut["group"]))
     for degree, order, given, inputs in (
         (both, "zigzag", sink, [*qkv, dout]),
@@ -208,7 +203,7 @@ def with_dtensors(packed: bool) -> list[bool]:
 
 def twice_differentiated() -> str:
     """Returns what a double backward raises."""
-    q = draw((1, 4, 2, 16), 1).requires_grad_()
+    q = normal(1, 4, 2, 16, seed=1).requires_grad_()
     out = distributed.flash_attn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     return _message(lambda: torch.autograd.grad(gradient.sum(), q))
@@ -216,7 +211,7 @@ def twice_differentiated() -> str:
 
 def packed_in_one() -> list[bool]:
     """Compares the functions that take q, k and v in fewer tensors."""
-    qkv = draw((1, 8, 3, 2, 16), 1)
+    qkv = normal(1, 8, 3, 2, 16, seed=1)
     (q, k, v), kv = qkv.unbind(2), qkv[:, :, 1:]
     starts = int32(0, 10, 32)
     lengths = (starts, starts, 22, 22)
@@ -318,7 +313,7 @@ def _varlen_over(starts: torch.Tensor, **options: Any) -> Any:
 def with_sinks_packed(cut: dict[str, Any]) -> list[bool]:
     """Compares packed sequences with attention sinks, some of them on one rank, with one device."""
     starts = int32(0, 3, 9, 54, 72)
-    sink = draw((4,), 9).float()
+    sink = normal(4, seed=9).float()
     one, inputs = _packed(starts, learnable_sink=sink)
     return _same(one, _varlen_over(starts, learnable_sink=sink, **cut), inputs, 0, **cut)
 
@@ -345,7 +340,7 @@ def with_uneven_lengths(cut: dict[str, Any]) -> list[bool]:
 
 def sdpa_raised(what: dict[str, Any]) -> str:
     """Returns what a call of torch's function raises over ranks."""
-    q, k = (draw((1, heads, 8, 16), heads) for heads in (4, what.pop("heads", 4)))
+    q, k = (normal(1, heads, 8, 16, seed=heads) for heads in (4, what.pop("heads", 4)))
     with distributed.SdpaOverRanks():
         function: Any = torch.nn.functional.scaled_dot_product_attention
         return _message(lambda: function(q, k, k, **what))
@@ -361,7 +356,7 @@ def on_a_reversed_mesh() -> str:
     """Returns what a call raises on a mesh whose order is not that of its group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    q = draw((1, 8, 2, 16), 1)
+    q = normal(1, 8, 2, 16, seed=1)
     mesh = DeviceMesh("cpu", [1, 0])
     return _message(lambda: distributed.flash_attn_func(q, q, q, mesh=mesh))
 
@@ -377,7 +372,7 @@ def _message(function: Any) -> str:
 
 def _inputs(shape: str, gradient: bool = True) -> torch.Tensor:
     """Returns q, k and v of a shape."""
-    return draw((1, 16 if shape in "Aab" else 8, 2, 16), 1).requires_grad_(gradient)
+    return normal(1, 16 if shape in "Aab" else 8, 2, 16, seed=1).requires_grad_(gradient)
 
 
 def steps_raised(steps: tuple[str, str], when: str) -> tuple[str, str]:
@@ -428,7 +423,7 @@ def told_in_steps() -> dict[str, int]:
 
     def packed_step(*lengths: int) -> None:
         starts = int32(0, *itertools.accumulate(lengths))
-        q: Any = draw((int(starts[-1]) // 2, 2, 16), 1).requires_grad_()
+        q: Any = normal(int(starts[-1]) // 2, 2, 16, seed=1).requires_grad_()
         packed = starts, starts, 0, 0
         for _ in range(2):
             q = distributed.flash_attn_varlen_func(q, q, q, *packed, group=group)
@@ -531,7 +526,7 @@ def kept_by_cycles(degree: int) -> list[tuple[int, ...]]:
 @on_first
 def explained(cut: dict[str, Any]) -> Any:
     """Returns what `explain` says of a dense and a packed call."""
-    q = draw((1, 64, 4, 16), 1)
+    q = normal(1, 64, 4, 16, seed=1)
     starts = int32(0, *range(2, 129, 2))
     dense = distributed.explain(q, q, causal=True, ulysses_degree=2, **cut)
     return dense, distributed.explain(q[0], q[0], starts, starts, ulysses_degree=1, **cut)
@@ -547,7 +542,7 @@ def tokens_received(window: tuple[int, int]) -> int:
             super().__init__(ranks_, route, *others)
 
     with patch.multiple(passes, Arriving=Counting):
-        q = draw((1, 64, 1, 16), 1)
+        q = normal(1, 64, 1, 16, seed=1)
         distributed.flash_attn_func(q, q, q, window_size=window)
     return sum(got)
 
