@@ -21,7 +21,6 @@ from calls import int32, normal
 from flash_attn_deterministic import tree
 from flash_attn_deterministic.distributed import (
     agreement,
-    exchange,
     ops,
     passes,
     ring_flash_attn,
@@ -201,14 +200,6 @@ def with_dtensors(packed: bool) -> list[bool]:
     ]
 
 
-def twice_differentiated() -> str:
-    """Returns what a double backward raises."""
-    q = normal(1, 4, 2, 16, seed=1).requires_grad_()
-    out = distributed.flash_attn_func(q, q, q)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    return _message(lambda: torch.autograd.grad(gradient.sum(), q))
-
-
 def packed_in_one() -> list[bool]:
     """Compares the functions that take q, k and v in fewer tensors."""
     qkv = normal(1, 8, 3, 2, 16, seed=1)
@@ -336,14 +327,6 @@ def with_uneven_lengths(cut: dict[str, Any]) -> list[bool]:
         whole = distributed.unshard(out, 0, **whole_cut)
         same.append(bits_equal(one(*inputs[:3]), whole[: starts[-1]]))
     return same
-
-
-def sdpa_raised(what: dict[str, Any]) -> str:
-    """Returns what a call of torch's function raises over ranks."""
-    q, k = (normal(1, heads, 8, 16, seed=heads) for heads in (4, what.pop("heads", 4)))
-    with distributed.SdpaOverRanks():
-        function: Any = torch.nn.functional.scaled_dot_product_attention
-        return _message(lambda: function(q, k, k, **what))
 
 
 def raised(name: str, *calls: dict[str, Any]) -> str:
@@ -530,21 +513,6 @@ def explained(cut: dict[str, Any]) -> Any:
     starts = int32(0, *range(2, 129, 2))
     dense = distributed.explain(q, q, causal=True, ulysses_degree=2, **cut)
     return dense, distributed.explain(q[0], q[0], starts, starts, ulysses_degree=1, **cut)
-
-
-def tokens_received(window: tuple[int, int]) -> int:
-    """Returns how many tokens of keys a rank gets from others in a forward."""
-    got: list[int] = []
-
-    class Counting(exchange.Arriving):
-        def __init__(self, ranks_: Any, route: Any, *others: Any) -> None:
-            got.append(route.received.others)
-            super().__init__(ranks_, route, *others)
-
-    with patch.multiple(passes, Arriving=Counting):
-        q = normal(1, 64, 1, 16, seed=1)
-        distributed.flash_attn_func(q, q, q, window_size=window)
-    return sum(got)
 
 
 @on_first

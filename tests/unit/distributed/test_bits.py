@@ -102,11 +102,6 @@ def test_differences_are_found(pool: Pool, what: str, mask: str, result: str) ->
     assert result in {name for differing in found.values() for name in differing}
 
 
-def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
-    assert pool.run(ranks.tokens_received, (5, 0)) == [0, 5, 5, 5]
-    assert pool.run(ranks.tokens_received, (-1, -1)) == [192] * 4
-
-
 @pytest.mark.parametrize(("degree", "messages"), [(1, (1, 2)), (2, (2, 2))])
 def test_a_step_has_few_messages(pool: Pool, degree: int, messages: tuple[int, int]) -> None:
     """Rows and keys, results; keys, sums; rows and keys, gradients."""
@@ -164,11 +159,6 @@ def test_explain(pool: Pool) -> None:
         assert packed.ulysses_degree == 1
         assert packed.whole_sequences == 0  # each is on one rank already
         assert packed.others == {}
-
-
-def test_double_backward_raises(pool: Pool) -> None:
-    for message in pool.run(ranks.twice_differentiated):
-        assert message.startswith("UnsupportedError: double backward")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

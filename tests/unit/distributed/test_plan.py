@@ -136,6 +136,13 @@ def test_each_pair_is_computed_once(
         assert set(found) == expected
 
 
+def test_only_keys_in_the_window_travel() -> None:
+    for mask, tokens in ((Mask(5, 0), [0, 5, 5, 5]), (Mask(-1, -1), [192] * 4)):
+        shape = _shape(((0, 256), (0, 256), 4, "contiguous", 1), mask)
+        ways = [plan_of(shape, rank).forward.keys for rank in range(4)]
+        assert [way and way.received.others for way in ways] == tokens
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_keys_get_the_sums_of_all_chunks_that_see_them(mask: Mask) -> None:
     shape = _shape(((0, 38), (0, 38), 2, "contiguous", 1), mask)
