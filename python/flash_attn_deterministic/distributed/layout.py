@@ -53,7 +53,14 @@ class Layout(NamedTuple):
 
     def of_teams(self, degree: int) -> Layout:
         """Returns pieces of `degree` ranks that follow one another; `at` has no meaning there."""
-        return self if degree == 1 else _joined(self._replace(rank=self.rank // degree))
+        if degree == 1:
+            return self
+        rank = self.rank // degree
+        new = torch.ones(rank.numel() + 1, dtype=torch.bool)
+        new[1:-1] = (rank.diff() != 0) | (self.sequence.diff() != 0)
+        new[1:-1] |= self.begin[1:] != self.end[:-1]
+        joined = self._replace(rank=rank).select(new[:-1])
+        return joined._replace(end=self.end[new[1:]])
 
     def place(self, token: Numbers) -> Numbers:
         """Returns the row that tokens have in the tensor of their rank."""
@@ -140,15 +147,6 @@ def _cut_each(starts: Numbers, ranks: int, order: str) -> Layout:
     found = Layout(*(one.flatten() for one in pieces))
     some = found.begin < found.end
     return found if bool(some.all()) else found.select(some)
-
-
-def _joined(pieces: Layout) -> Layout:
-    """Makes neighbours of one sequence and rank one piece."""
-    new = torch.ones(pieces.rank.numel() + 1, dtype=torch.bool)
-    new[1:-1] = (pieces.rank.diff() != 0) | (pieces.sequence.diff() != 0)
-    new[1:-1] |= pieces.begin[1:] != pieces.end[:-1]
-    joined = pieces.select(new[:-1])
-    return joined._replace(end=pieces.end[new[1:]])
 
 
 class Overlaps(NamedTuple):

@@ -158,10 +158,13 @@ def llama3_flash_attn_varlen_func(
     check_rank("q", q, VARLEN)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(name, starts, None, q.device)
-    if not isinstance(local_k_slice, slice) or not isinstance(local_k_slice.start, int):
+    ends: tuple[Any, ...] = (None,)
+    if isinstance(local_k_slice, slice):
+        ends = local_k_slice.start, local_k_slice.stop
+    if not all(isinstance(end, int) for end in ends):
         given = shown(local_k_slice)
         if isinstance(local_k_slice, slice):
-            given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
+            given = f"slice({', '.join(map(shown, ends))})"
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
     ranks = Ranks.of(find_group(group, None))
@@ -187,19 +190,15 @@ def _joined(
     ranks: Ranks,
 ) -> torch.Tensor:
     """Returns cu_seqlens of all ranks, from those of each."""
-    own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
-    every = ranks.agreement.exchange(
-        "the ranks' lengths", (q.shape[0], causal, own[1], place.start)
-    )
+    own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place.start, place.stop
+    every = ranks.agreement.exchange("the ranks' lengths", (q.shape[0], causal, *own))
     tokens = every[0][0]
-    starts = {first + start for _, _, of_rank, first in every for start in of_rank[:-1]}
+    starts = {first + start for *_, keys, first, _ in every for start in keys[:-1]}
     found = sorted(starts | {tokens * ranks.size})
     # What all ranks know, all ranks find wrong.
-    for rank, (tokens_, causal_, keys, first) in enumerate(every):
-        fits = found[0] == 0 and (tokens_, causal_) == (tokens, causal)
-        queries_, keys_, place_ = _part(found, causal, rank, ranks.size)
-        fits &= list(keys) == keys_ and first == place_.start
-        if not fits or (rank == ranks.rank and own != (queries_, keys_, place_)):
+    for rank, told in enumerate(every):
+        queries, keys, part = _part(found, causal, rank, ranks.size)
+        if found[0] != 0 or told != [tokens, causal, queries, keys, part.start, part.stop]:
             raise ArgumentError(
                 "cu_seqlens_q, cu_seqlens_k, local_k_slice: expected what "
                 "llama3_flash_attn_prepare_cu_seqlens gives each rank for one cu_seqlens, got "

@@ -196,12 +196,22 @@ def test_ranks_with_different_lengths(pool: Pool) -> None:
         assert "cu_seqlens_q: (0, 8, 16) on rank 0, (0, 4, 16) on rank 1" in message
 
 
+LLAMA3 = "ring_flash_attn.llama3_flash_attn_varlen_func"
+
+
 def llama3(rank: int, **changes: Any) -> dict[str, Any]:
     """Returns the arguments of a call with ring-flash-attn's name on a rank."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
     prepared = llama3_flash_attn_prepare_cu_seqlens(int32(0, 16), True, rank, 2)
     own = dict(zip(names, prepared, strict=True))
     return {**varlen([]), **own, "heads_k_stride": 1, "causal": True, **changes}
+
+
+def test_parts_for_ring_flash_attn_that_do_not_fit(pool: Pool) -> None:
+    for wrong in ({"cu_seqlens_k": int32(0, 12)}, {"local_k_slice": slice(0, 12)}):
+        for message in pool.run(ranks.raised, LLAMA3, llama3(0), llama3(1, **wrong)):
+            assert message.startswith("ArgumentError: cu_seqlens_q, cu_seqlens_k, local_k_slice: ")
+            assert message.endswith("for one cu_seqlens, got others on rank 1")
 
 
 _QKV = torch.ones(1, 8, 3, 4, 16, dtype=torch.bfloat16)
@@ -242,8 +252,7 @@ def test_a_wrong_call_on_one_rank(pool: Pool, name: str, wrong: dict[str, Any], 
     """The other rank raises at once; afterwards both can use the group."""
     good: dict[str, Any] = {"qkv": _QKV} if "qkv" in wrong else dense()
     if name == "llama3":
-        name, good = "ring_flash_attn.llama3_flash_attn_varlen_func", llama3(0)
-        wrong = llama3(1, **wrong)
+        name, good, wrong = LLAMA3, llama3(0), llama3(1, **wrong)
     begin = time.monotonic()
     first, second = pool.run(ranks.raised, name, good, wrong)
     assert second.startswith(part)
