@@ -11,8 +11,9 @@ import json
 import math
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -28,6 +29,7 @@ from .plan import KEY_BLOCK, Plan, Shape, plan_of
 from .ranks import Ranks
 
 NAMESPACE = "flash_attn_deterministic"
+Kept = TypeVar("Kept")
 
 
 class CallSpec(NamedTuple):
@@ -307,21 +309,27 @@ def _installed(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# The values of tensors that have been read, while these live and are not written to.
-_read: dict[int, tuple[weakref.ref[torch.Tensor], int, Starts]] = {}
-
-
 def _values(cu_seqlens: torch.Tensor) -> Starts:
     """Returns the values of cu_seqlens: the host waits for those on a GPU once."""
-    if cu_seqlens.is_inference():  # without a count of writes
-        return Starts(cu_seqlens.tolist())
-    key = id(cu_seqlens)
-    found = _read.get(key)
-    if found is not None and found[0]() is cu_seqlens and found[1] == cu_seqlens._version:
-        return found[2]
-    values = Starts(cu_seqlens.tolist())
-    gone = weakref.ref(cu_seqlens, lambda _: _read.pop(key, None))
-    _read[key] = gone, cu_seqlens._version, values
+    return kept(cu_seqlens, "values", lambda: Starts(cu_seqlens.tolist()))
+
+
+# What belongs to tensors: by id, the tensor, its count of writes, and what is kept by key.
+_kept: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Any, Any]]] = {}
+
+
+def kept(tensor: torch.Tensor, key: Any, make: Callable[[], Kept]) -> Kept:
+    """Returns what `make` returns, and does later, while the tensor lives and is not written to."""
+    if torch.compiler.is_compiling() or tensor.is_inference():  # without a count of writes
+        return make()
+    at = id(tensor)
+    found = _kept.get(at)
+    if found is None or found[0]() is not tensor or found[1] != tensor._version:
+        gone = weakref.ref(tensor, lambda _: _kept.pop(at, None))
+        found = _kept[at] = gone, tensor._version, {}
+    if key not in found[2]:
+        found[2][key] = make()
+    values: Kept = found[2][key]
     return values
 
 

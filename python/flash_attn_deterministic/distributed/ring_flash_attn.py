@@ -25,6 +25,7 @@ from ..types import Deterministic
 from .api import flash_attn_func, flash_attn_varlen_func
 from .calls import of_kv, of_qkv, reported
 from .layout import CONTIGUOUS, ZIGZAG
+from .ops import kept
 from .ranks import Ranks, find_group
 
 # For arguments in tuples, which type checkers don't count.
@@ -32,17 +33,6 @@ _dense: Any = flash_attn_func
 _packed: Any = flash_attn_varlen_func
 Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
 Window = tuple[int, int]
-
-
-def _remember(own: torch.Tensor, whole: torch.Tensor, order: str, size: int) -> None:
-    """Keeps the cu_seqlens of all ranks with those of this rank, for the next calls with them."""
-    if not own.is_inference():  # with a count of writes
-        own.of_all_ranks = (own._version, order, size), whole  # type: ignore[attr-defined]
-
-
-def _remembered(own: torch.Tensor, order: str, size: int) -> torch.Tensor | None:
-    key, whole = getattr(own, "of_all_ranks", (None, None))
-    return whole if key is not None and key == (own._version, order, size) else None
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -82,7 +72,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     own_q, own_k = (
         torch.tensor(one, dtype=torch.int32, device=cu_seqlens.device) for one in (queries, keys)
     )
-    _remember(own_k, cu_seqlens, CONTIGUOUS, world_size)
+    kept(own_k, (CONTIGUOUS, world_size), lambda: cu_seqlens)
     return own_q, own_k, _longest(queries), _longest(keys), place
 
 
@@ -168,10 +158,11 @@ def llama3_flash_attn_varlen_func(
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
     ranks = Ranks.of(find_group(group, None))
-    whole = _remembered(cu_seqlens_k, CONTIGUOUS, ranks.size)
-    if whole is None:
-        whole = _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks)
-        _remember(cu_seqlens_k, whole, CONTIGUOUS, ranks.size)
+    whole = kept(
+        cu_seqlens_k,
+        (CONTIGUOUS, ranks.size),
+        lambda: _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks),
+    )
     result = _packed(
         *(q, k, v, whole, whole, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale),
         *(causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
@@ -268,10 +259,7 @@ def zigzag_ring_flash_attn_varlen_func(
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
     size = Ranks.of(find_group(group, None)).size
-    whole = _remembered(cu_seqlens, ZIGZAG, size)
-    if whole is None:
-        whole = cu_seqlens * size
-        _remember(cu_seqlens, whole, ZIGZAG, size)
+    whole = kept(cu_seqlens, (ZIGZAG, size), lambda: cu_seqlens * size)
     out: torch.Tensor | WithProbs = _packed(
         *(q, k, v, whole, whole, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal),
         *(window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
