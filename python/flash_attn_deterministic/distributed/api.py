@@ -49,7 +49,7 @@ def _attend(
     head_dim = max(inputs[0].shape[-1], width)  # ranks exchange tensors of one
     starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
     q, k, v = (padded(one, head_dim) for one in inputs)
-    out, softmax_lse = ops.attend(q, k, v, sink, starts_q, starts_k, *spec)
+    out, softmax_lse = ops.run("sequence_fwd", q, k, v, sink, starts_q, starts_k, *spec)
     if out.shape[-1] != width:
         out = out[..., :width]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
