@@ -266,8 +266,8 @@ class _Planner:
             heads_bwd, time_bwd = self._timed(backward.load, True)
             moves = int(((team_of >= 0) & (local < 0)).sum())
             chosen = Explanation(degree, moves, (heads, heads_bwd), (time, time_bwd), {})
-            name = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
-            self._choices[name] = _Choice(local, (forward, backward), chosen)
+            way = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
+            self._choices[way] = _Choice(local, (forward, backward), chosen)
 
     def _home(self, pieces: Layout) -> Numbers:
         """Returns for each sequence the rank or team that has all of it; -1: several, or none."""
