@@ -12,6 +12,7 @@ import flash_attn_deterministic.distributed as distributed
 import pytest
 import rank_functions as ranks
 import torch
+from bits import bits_equal
 from calls import int32
 from flash_attn_deterministic.distributed.agreement import VARIABLE
 from flash_attn_deterministic.distributed.ranks import Ranks, find_group
@@ -482,6 +483,17 @@ def test_a_wrong_number_after_a_valid_call() -> None:
         for lengths, name in (((-1, 4), "max_seqlen_q"), ((4, -1), "max_seqlen_k")):
             with pytest.raises(package.FlashAttnError, match=f"{name}: expected .* got -1"):
                 distributed.flash_attn_varlen_func(q, q, q, starts, starts, *lengths)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_lengths_that_are_written_to() -> None:
+    """Their values are kept until then."""
+    q, starts = torch.randn(8, 2, 16).bfloat16(), int32(0, 4, 8)
+    for lengths in (int32(0, 4, 8), int32(0, 3, 8)):
+        starts.copy_(lengths)
+        call: Any = q, q, q, starts, starts, 5, 5
+        out: Any = distributed.flash_attn_varlen_func(*call)
+        assert bits_equal(out, package.flash_attn_varlen_func(*call))
 
 
 def test_lengths_made_in_inference_mode() -> None:
