@@ -106,8 +106,9 @@ def _model(results: Results) -> str:
 
 
 def _ranks(results: Results) -> str:
-    """Forward and backward over several GPUs, beside one."""
+    """Forward and backward over several GPUs, beside one and torch's context parallel."""
     record = results["ranks"]
+    peers = any("context_parallel" in case["seconds"] for case in record["cases"])
     rows = []
     for case in record["cases"]:
         shape, seconds = case["shape"], case["seconds"]
@@ -117,8 +118,10 @@ def _ranks(results: Results) -> str:
         ms = {one: f"{1e3 * seconds[one]['both']:.1f}" for one in seconds}
         own = f"{ms['planned']} ({case['efficiency']['both']:.2f})"
         host = f"{1e3 * seconds['planned']['host']:.1f}"
-        rows.append([name, ms["one"], own, host])
-    header = ["", "one GPU, ms", f"{record['ranks']} GPUs, ms (efficiency)", "host, ms"]
+        peer = [ms.get("context_parallel", "-")] * peers
+        rows.append([name, ms["one"], own, *peer, host])
+    header = ["", "one GPU, ms", f"{record['ranks']} GPUs, ms (efficiency)",
+              *["torch's context_parallel, ms"] * peers, "host, ms"]  # fmt: skip
     words = (
         "bf16, causal, zigzag, forward + backward, all bits those of one GPU. Efficiency: time of "
         "one GPU over that of all of them together. Host: of a forward."

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
+import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import flash_attn_deterministic
 import torch
 import torch.distributed as dist
 from bits import bits_equal
+from calls import int32, normal
 from flash_attn_deterministic import tree
 from flash_attn_deterministic.distributed import (
     agreement,
-    exchange,
     ops,
     passes,
     ring_flash_attn,
@@ -48,7 +48,7 @@ CHUNKS = (8, 16, 4096)
 
 
 def _outcome(case: Case, chunk: int = 16) -> dict[str, Any]:
-    with _instead(tree, CHUNK_ROWS=chunk):
+    with patch.multiple(tree, CHUNK_ROWS=chunk):
         return run.outcome_of(case, "cpu")
 
 
@@ -62,21 +62,8 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     elif what == "alignment":
         module, name, broken = ops, "KEY_BLOCK", 1
         case = dataclasses.replace(case, split_size=0)
-    with _instead(module, **{name: broken}):
+    with patch.object(module, name, broken):
         return _outcome(case)
-
-
-@contextlib.contextmanager
-def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
-    """Replaces functions of a module for a while."""
-    before = {name: getattr(module, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(module, name, stand_in)
-    try:
-        yield
-    finally:
-        for name, one in before.items():
-            setattr(module, name, one)
 
 
 def _no_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ...]:
@@ -92,156 +79,119 @@ def _rounded_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ..
 _BACKWARD: Any = passes._gradients
 
 
-def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Returns the same numbers on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+def on_first(function: Any) -> Any:
+    """Makes a function take the number of ranks that run it, and with `group` their group."""
+
+    @functools.wraps(function)
+    def run(ranks: int, *args: Any) -> Any:
+        group = trial.group_of(ranks)
+        return function({"group": group}, *args) if dist.get_rank() < ranks else None
+
+    return run
 
 
-def group_of(ranks: int) -> dict[str, Any]:
-    """Returns `group` for the first ranks, and nothing for the others."""
-    group = trial.group_of(ranks)
-    return {"group": group} if dist.get_rank() < ranks else {}
-
-
-def _whole(batch: int, seqlen: int, nheads_k: int = 2) -> Tensors:
-    return [
-        draw((batch, seqlen, heads, 16), number)
-        for number, heads in enumerate((4, nheads_k, nheads_k, 4))
+def _whole(seqlen: int, batch: int = 1, packed: bool = False) -> Tensors:
+    """Returns q, k, v and dout of a dense call, or of packed sequences."""
+    tensors = [
+        normal(batch, seqlen, heads, 16, seed=number) for number, heads in enumerate((4, 2, 2, 4))
     ]
+    return [one[0] for one in tensors] if packed else tensors
 
 
-def _gradients(function: Any, inputs: Tensors, dout: torch.Tensor, **options: Any) -> Tensors:
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = function(*leaves, **options)
+def _gradients(function: Any, inputs: Tensors) -> Tensors:
+    *qkv, dout = inputs
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
+    out = function(*leaves)
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
-def checkpointed(ranks: int) -> list[bool] | None:
-    """Compares a checkpointed call over ranks with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    *inputs, dout = _whole(1, 24 * ranks)
-    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True, split_size=64)
+def _same(one: Any, over: Any, inputs: Tensors, dim: int = 1, **cut: Any) -> list[bool]:
+    """Compares out and gradients over ranks with those of one device.
 
-    def through(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.utils.checkpoint.checkpoint(
-            lambda *qkv: distributed.flash_attn_func(*qkv, causal=True, order="zigzag", **group),
-            *(q, k, v),
-            use_reentrant=False,
-            context_fn=package.checkpoint_contexts,
-        )
-        return result
-
-    cut: dict[str, Any] = {**group, "order": "zigzag"}
-    local = [distributed.shard(tensor, 1, **cut) for tensor in inputs]
-    with package.deterministic_mode(split_size=64):
-        leaves = [tensor.requires_grad_() for tensor in local]
-        out = through(*leaves)
-    found = [out, *torch.autograd.grad(out, leaves, distributed.shard(dout, 1, **cut))]
-    return _same(expected, found, cut)
+    Args:
+        one: function of q, k and v on one device.
+        over: the same over ranks.
+        inputs: q, k, v and dout, whole.
+        dim: that of tokens.
+        cut: arguments of `shard`.
+    """
+    expected = _gradients(one, inputs)
+    found = _gradients(over, [distributed.shard(one, dim, **cut) for one in inputs])
+    pairs = zip(expected, found, strict=True)
+    return [bits_equal(distributed.shard(one, dim, **cut), other) for one, other in pairs]
 
 
-def _same(expected: Tensors, found: Tensors, cut: dict[str, Any]) -> list[bool]:
-    return [
-        bits_equal(distributed.shard(one, 1, **cut), other)
-        for one, other in zip(expected, found, strict=True)
-    ]
+causal_on_one = functools.partial(package.flash_attn_func, causal=True)
 
 
-def compiled(ranks: int) -> list[bool] | None:
-    """Compares a compiled function over ranks, with no break in its graph, with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    *inputs, dout = _whole(1, 16 * ranks)
-    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True)
+@on_first
+def checkpointed(cut: dict[str, Any]) -> list[bool]:
+    """Compares a checkpointed call with one device."""
+    cut["order"] = "zigzag"
+    function = functools.partial(distributed.flash_attn_func, causal=True, **cut)
+    contexts = {"use_reentrant": False, "context_fn": package.checkpoint_contexts}
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = distributed.flash_attn_func(q, k, v, causal=True, **group)
-        return out
+    def through(*qkv: torch.Tensor) -> Any:
+        with package.deterministic_mode(split_size=64):
+            return torch.utils.checkpoint.checkpoint(function, *qkv, **contexts)
 
-    local = [distributed.shard(tensor, 1, **group) for tensor in inputs]
+    one = functools.partial(causal_on_one, split_size=64)
+    return _same(one, through, _whole(96), **cut)
+
+
+@on_first
+def compiled(cut: dict[str, Any]) -> list[bool]:
+    """Compares a compiled function, with no break in its graph, with one device."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return distributed.flash_attn_func(q, k, v, causal=True, **cut)
+
     function = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    found = _gradients(function, local, distributed.shard(dout, 1, **group))
-    return _same(expected, found, group)
+    return _same(causal_on_one, function, _whole(32), **cut)
 
 
-def with_dtensors(ranks: int) -> list[bool] | None:
-    """Compares DTensors, tokens over ranks, with one device."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = DeviceMesh("cpu", list(range(ranks)))
-    if dist.get_rank() >= ranks:
-        return None
-    *inputs, dout = _whole(2, 12 * ranks)
-    expected = _gradients(package.flash_attn_func, inputs, dout)
-    cut = {"mesh": mesh}
-    leaves: list[Any] = [
-        DTensor.from_local(distributed.shard(tensor, 1, **cut), mesh, [Shard(1)]).requires_grad_()
-        for tensor in inputs
-    ]
-    out = distributed.flash_attn_func(*leaves)
-    assert isinstance(out, DTensor)
-    assert out.shape == inputs[0].shape
-    placed = DTensor.from_local(distributed.shard(dout, 1, **cut), mesh, [Shard(1)])
-    gradients = torch.autograd.grad(out, leaves, placed)
-    return _same(expected, [cast(Any, one).to_local() for one in (out, *gradients)], cut)
-
-
-def with_more_of_a_call(ranks: int) -> list[bool] | None:
+@on_first
+def with_more_of_a_call(cut: dict[str, Any]) -> list[bool]:
     """Compares calls with attention sinks and with two head dims with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    sinks, found = draw((4,), 9).float(), []
-    small = draw((1, 24 * ranks, 2, 8), 10)
-    for degree, order, sink, v in (
-        (1, "zigzag", sinks, None),
-        (None, "contiguous", sinks.bfloat16(), None),
-        (2 if ranks % 2 == 0 else 1, "zigzag", sinks, None),
-        (None, "zigzag", None, small),
-        (1, "contiguous", None, small),
+    *qkv, dout = _whole(72)
+    sink, found = normal(4, seed=9).float(), []
+    narrow = [*qkv[:2], normal(1, 72, 2, 8, seed=10), dout[..., :8]]
+    both = math.gcd(2, dist.get_world_size(cut["group"]))
+    for degree, order, given, inputs in (
+        (both, "zigzag", sink, [*qkv, dout]),
+        (None, "contiguous", sink.bfloat16(), [*qkv, dout]),
+        (None, "zigzag", None, narrow),
+        (1, "contiguous", None, narrow),
     ):
-        *inputs, dout = _whole(1, 24 * ranks)
-        if v is not None:
-            inputs, dout = [*inputs[:2], v], dout[..., :8]
-        options: dict[str, Any] = {"causal": True, "learnable_sink": sink}
-        cut: dict[str, Any] = {**group, "order": order}
-        parts = [distributed.shard(tensor, 1, **cut) for tensor in (*inputs, dout)]
-        with _instead(tree, CHUNK_ROWS=16):
-            expected = _gradients(package.flash_attn_func, inputs, dout, **options)
-            options |= {**cut, "ulysses_degree": degree, "heads_k_stride": 1}
-            over = _gradients(distributed.flash_attn_func, parts[:3], parts[3], **options)
-        found += _same(expected, over, cut)
+        one = functools.partial(causal_on_one, learnable_sink=given)
+        cut["order"] = order
+        chosen = {"learnable_sink": given, "ulysses_degree": degree, "heads_k_stride": 1}
+        over = functools.partial(distributed.flash_attn_func, causal=True, **chosen, **cut)
+        with patch.multiple(tree, CHUNK_ROWS=16):
+            found += _same(one, over, inputs, **cut)
     return found
 
 
-def with_dtensors_of_two_dimensions(packed: bool) -> list[bool]:
+def with_dtensors(packed: bool) -> list[bool]:
     """Compares DTensors on 2 x 2 ranks, tokens over one dimension, heads over the other."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tp", "cp"))
     tokens = 0 if packed else 1
-    inputs = _whole(1, 40)
     placed = [Shard(tokens + 1), Shard(tokens)]
     options: dict[str, Any] = {"causal": True}
-    function, over = package.flash_attn_func, distributed.flash_attn_func
+    name = "flash_attn_func"
     if packed:
-        starts = torch.tensor([0, 13, 40], dtype=torch.int32)
-        inputs = [tensor[0] for tensor in inputs]
+        starts, name = int32(0, 13, 40), "flash_attn_varlen_func"
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
         options |= {"max_seqlen_q": 27, "max_seqlen_k": 27}
-        function, over = package.flash_attn_varlen_func, distributed.flash_attn_varlen_func
-    expected = _gradients(function, inputs[:3], inputs[3], **options)
-    leaves: list[Any] = [
-        distribute_tensor(one, mesh, placed).detach().requires_grad_() for one in inputs[:3]
-    ]
-    out = over(*leaves, **options)
-    assert isinstance(out, DTensor)
-    found = [out, *torch.autograd.grad(out, leaves, distribute_tensor(inputs[3], mesh, placed))]
+    inputs = _whole(40, packed=packed)
+    expected = _gradients(functools.partial(getattr(package, name), **options), inputs)
+    parts: Any = [distribute_tensor(one, mesh, placed) for one in inputs]
+    found = _gradients(functools.partial(getattr(distributed, name), **options), parts)
+    assert all(isinstance(one, DTensor) and one.shape[-1] == 16 for one in found)
+    assert found[0].shape == expected[0].shape
     return [
         bits_equal(
             distribute_tensor(one.detach(), mesh, placed).to_local(), cast(Any, other).to_local()
@@ -250,49 +200,35 @@ def with_dtensors_of_two_dimensions(packed: bool) -> list[bool]:
     ]
 
 
-def twice_differentiated() -> str:
-    """Returns what a double backward raises."""
-    q = draw((1, 4, 2, 16), 1).requires_grad_()
-    out = distributed.flash_attn_func(q, q, q)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    return _message(lambda: torch.autograd.grad(gradient.sum(), q))
-
-
-def packed_in_one(number: int) -> list[bool]:
+def packed_in_one() -> list[bool]:
     """Compares the functions that take q, k and v in fewer tensors."""
-    qkv = draw((1, 8, 3, 2, 16), number)
-    q, k, v = qkv.unbind(2)
-    starts = torch.tensor([0, 10, 32], dtype=torch.int32)
-    packed = (starts, starts, 22, 22)
-    dense, varlen = (
-        distributed.flash_attn_func(q, k, v, causal=True),
-        distributed.flash_attn_varlen_func(q[0], k[0], v[0], *packed, causal=True),
+    qkv = normal(1, 8, 3, 2, 16, seed=1)
+    (q, k, v), kv = qkv.unbind(2), qkv[:, :, 1:]
+    starts = int32(0, 10, 32)
+    lengths = (starts, starts, 22, 22)
+    dense = distributed.flash_attn_func(q, k, v, causal=True)
+    varlen = distributed.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, causal=True)
+    found = (
+        (distributed.flash_attn_qkvpacked_func(qkv, causal=True), dense),
+        (distributed.flash_attn_kvpacked_func(q, kv, causal=True), dense),
+        (distributed.flash_attn_varlen_qkvpacked_func(qkv[0], starts, 22, causal=True), varlen),
+        (distributed.flash_attn_varlen_kvpacked_func(q[0], kv[0], *lengths, causal=True), varlen),
     )
-    kv = qkv[:, :, 1:]
-    return [
-        bits_equal(distributed.flash_attn_qkvpacked_func(qkv, causal=True), dense),
-        bits_equal(distributed.flash_attn_kvpacked_func(q, kv, causal=True), dense),
-        bits_equal(
-            distributed.flash_attn_varlen_qkvpacked_func(qkv[0], starts, 22, causal=True), varlen
-        ),
-        bits_equal(
-            distributed.flash_attn_varlen_kvpacked_func(q[0], kv[0], *packed, causal=True), varlen
-        ),
-    ]
+    return [bits_equal(*pair) for pair in found]
 
 
-def in_context_parallel(ranks: int) -> list[bool] | None:
-    """Compares our function on tensors cut by torch's context_parallel with one device."""
+def in_context_parallel() -> list[bool]:
+    """Compares our functions on tensors cut by torch's context_parallel with one device."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
+    ranks = dist.get_world_size()
     mesh = DeviceMesh("cpu", list(range(ranks)), mesh_dim_names=("cp",))
-    if dist.get_rank() >= ranks:
-        return None
-    *inputs, dout = _whole(1, 16 * ranks)
-    expected, *gradients = _gradients(package.flash_attn_func, inputs, dout, causal=True)
-    buffers = [tensor.clone() for tensor in (*inputs, dout)]
+    cut: dict[str, Any] = {"mesh": mesh, "order": "zigzag"}
+    inputs = _whole(16 * ranks)
+    expected = causal_on_one(*inputs[:3])
+    buffers = [tensor.clone() for tensor in inputs]
 
     def sdpa(*qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (one.transpose(1, 2) for one in qkv)
@@ -301,215 +237,111 @@ def in_context_parallel(ranks: int) -> list[bool] | None:
 
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4):
         assert buffers[0].shape[1] == 16
-        out = distributed.flash_attn_func(*buffers[:3], causal=True, mesh=mesh, order="zigzag")
+        out = distributed.flash_attn_func(*buffers[:3], causal=True, **cut)
         (whole,) = context_parallel_unshard(mesh, [out], [1])
         with distributed.SdpaOverRanks(mesh=mesh):
-            found = _gradients(sdpa, buffers[:3], buffers[3])
-    cut = {"mesh": mesh, "order": "zigzag"}
+            found = _same(causal_on_one, sdpa, inputs, **cut)
     ours = distributed.unshard(out, 1, **cut)
-    same = [bits_equal(whole, expected), bits_equal(ours, expected)]
-    return same + _same([expected, *gradients], found, cut)
+    return [bits_equal(whole, expected), bits_equal(ours, expected), *found]
 
 
-def as_llama3(ranks: int, causal: bool, copied: bool) -> list[bool] | None:
+def _packed(starts: torch.Tensor, causal: bool = True, **options: Any) -> tuple[Any, Tensors]:
+    """Returns a function on one device and the inputs of packed sequences."""
+    longest, total = int(starts.diff().max()), int(starts[-1])
+
+    def one(*qkv: torch.Tensor) -> Any:
+        lengths = starts, starts, longest, longest
+        return package.flash_attn_varlen_func(*qkv, *lengths, causal=causal, **options)
+
+    return one, _whole(total, packed=True)
+
+
+@on_first
+def as_llama3(cut: dict[str, Any], causal: bool, copied: bool) -> list[bool]:
     """Compares the functions of ring-flash-attn with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    lengths = (7, 12 * ranks, 1, 4 * ranks - 8)
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    inputs, expected = _packed_on_one(starts, causal)
+    starts = int32(0, 7, 43, 44, 48)
+    ranks = dist.get_world_size(cut["group"])
     prepared = ring.llama3_flash_attn_prepare_cu_seqlens(starts, causal, dist.get_rank(), ranks)
     *own, place = prepared
     if copied:
         own = [one.clone() if isinstance(one, torch.Tensor) else one for one in own]
-    found = _gradients(
-        lambda *qkv: ring.llama3_flash_attn_varlen_func(
-            *qkv, *own, heads_k_stride=2, local_k_slice=place, causal=causal, **group
-        ),
-        [distributed.shard(tensor, 0, **group) for tensor in inputs[:3]],
-        distributed.shard(inputs[3], 0, **group),
-    )
-    return [
-        bits_equal(distributed.shard(one, 0, **group), other)
-        for one, other in zip(expected, found, strict=True)
-    ]
+    options = {"heads_k_stride": 2, "local_k_slice": place, "causal": causal, **cut}
 
+    def over(*qkv: torch.Tensor) -> Any:
+        return ring.llama3_flash_attn_varlen_func(*qkv, *own, **options)
 
-def _packed_on_one(starts: torch.Tensor, causal: bool) -> tuple[Tensors, Tensors]:
-    inputs = [tensor[0] for tensor in _whole(1, int(starts[-1]))]
-    longest = int(starts.diff().max())
-    expected = _gradients(
-        lambda *qkv: package.flash_attn_varlen_func(
-            *qkv, starts, starts, longest, longest, causal=causal
-        ),
-        inputs[:3],
-        inputs[3],
-    )
-    return inputs, expected
-
-
-def with_sinks_packed(ranks: int) -> list[bool] | None:
-    """Compares packed sequences with attention sinks, some of them on one rank, with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    starts = torch.tensor([0, 3, 9, 9 + 15 * ranks, 24 * ranks], dtype=torch.int32)
-    inputs = [tensor[0] for tensor in _whole(1, 24 * ranks)]
-    options: dict[str, Any] = {"causal": True, "learnable_sink": draw((4,), 9).float()}
-    lengths = starts, starts, 24 * ranks, 24 * ranks
-    out, lse, _ = package.flash_attn_varlen_func(
-        *inputs[:3], *lengths, return_attn_probs=True, **options
-    )
-    parts = [distributed.shard(tensor, 0, **group) for tensor in inputs[:3]]
-    found = distributed.flash_attn_varlen_func(
-        *parts, *lengths, return_attn_probs=True, **options, **group
-    )
-    return [
-        bits_equal(distributed.shard(out, 0, **group), found[0]),
-        bits_equal(distributed.shard(lse, 1, **group), found[1]),
-    ]
-
-
-def sdpa_raised(what: dict[str, Any]) -> str:
-    """Returns what a call of torch's function raises over ranks."""
-    q, k = (draw((1, heads, 8, 16), heads) for heads in (4, what.pop("heads", 4)))
-    with distributed.SdpaOverRanks():
-        function: Any = torch.nn.functional.scaled_dot_product_attention
-        return _message(lambda: function(q, k, k, **what))
-
-
-def sink_raised(what: str) -> str:
-    """Returns what a call raises whose sink needs a gradient, or is on one rank only."""
-    q, k = draw((1, 16, 4, 16), 1), draw((1, 8 if what == "rows" else 16, 2, 16), 2)
-    sink = draw((4,), 9).float().requires_grad_(what == "gradient")
-    given = None if what == "one rank" and dist.get_rank() == 1 else sink
-    return _message(lambda: distributed.flash_attn_func(q, k, k, causal=True, learnable_sink=given))
-
-
-def with_uneven_lengths(ranks: int) -> list[bool] | None:
-    """Compares sequences whose tokens don't divide by the ranks with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    same = []
-    for order, lengths in itertools.product(
-        ("contiguous", "zigzag"), ((9, 7 * ranks), (1, 0, 30, 2), (61,))
-    ):
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        inputs, expected = _packed_on_one(starts, True)
-        cut: dict[str, Any] = {**group, "order": order}
-        parts = [distributed.shard(tensor, 0, cu_seqlens=starts, **cut) for tensor in inputs]
-        with _instead(tree, CHUNK_ROWS=4096 if len(lengths) > 1 else 16):
-            if len(lengths) == 1:
-                expected = _packed_on_one(starts, True)[1]
-            function = functools.partial(_varlen_causal, starts, cut)
-            found = _gradients(function, parts[:3], parts[3])
-        whole = [distributed.unshard(one, 0, cu_seqlens=starts, **cut) for one in found]
-        pairs = zip(expected, whole, strict=True)
-        same += [bits_equal(one, other[: starts[-1]]) for one, other in pairs]
-    return same
-
-
-def _varlen_causal(starts: torch.Tensor, cut: dict[str, Any], *qkv: torch.Tensor) -> Any:
-    return distributed.flash_attn_varlen_func(*qkv, starts, starts, 0, 0, causal=True, **cut)
+    one, inputs = _packed(starts, causal)
+    return _same(one, over, inputs, 0, **cut)
 
 
 # One tensor in groups of several sizes.
-_OWN_STARTS = torch.tensor([0, 4, 16, 18], dtype=torch.int32)
+_OWN_STARTS = int32(0, 4, 16, 18)
 
 
-def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:
+@on_first
+def as_zigzag_ring(cut: dict[str, Any], packed: bool) -> list[bool]:
     """Compares the other functions of ring-flash-attn with one device."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    cut: dict[str, Any] = {**group, "order": "zigzag"}
-    if packed:
-        starts = _OWN_STARTS * ranks
-        inputs, expected = _packed_on_one(starts, True)
-        cut["cu_seqlens"] = starts
+    cut["order"], group = "zigzag", {"group": cut["group"]}
+    if not packed:
+        over = functools.partial(ring.zigzag_ring_flash_attn_func, causal=True, **group)
+        return _same(causal_on_one, over, _whole(36, 2), **cut)
+    cut["cu_seqlens"] = _OWN_STARTS * dist.get_world_size(cut["group"])
 
-        def function(*qkv: torch.Tensor) -> Any:
-            return ring.zigzag_ring_flash_attn_varlen_func(
-                *qkv, _OWN_STARTS, 12, causal=True, **group
-            )
+    def varlen(*qkv: torch.Tensor) -> Any:
+        function = ring.zigzag_ring_flash_attn_varlen_func
+        return function(*qkv, _OWN_STARTS, 12, causal=True, **group)
 
-    else:
-        inputs = _whole(2, 12 * ranks)
-        expected = _gradients(package.flash_attn_func, inputs[:3], inputs[3], causal=True)
-
-        def function(*qkv: torch.Tensor) -> Any:
-            return ring.zigzag_ring_flash_attn_func(*qkv, causal=True, **group)
-
-    dim = 0 if packed else 1
-    local = [distributed.shard(tensor, dim, **cut) for tensor in inputs]
-    found = _gradients(function, local[:3], local[3])
-    return [
-        bits_equal(distributed.shard(one, dim, **cut), other)
-        for one, other in zip(expected, found, strict=True)
-    ]
+    one, inputs = _packed(cut["cu_seqlens"])
+    return _same(one, varlen, inputs, 0, **cut)
 
 
-def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) -> str | None:
-    """Returns what a call raises on each rank if some ranks pass different arguments."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    given: dict[str, Any] = {"seqlen": 8, "nheads_k": 2, "dtype": torch.bfloat16, **options}
-    given.update(change.get(dist.get_rank(), {}))
-    seqlen, nheads_k, dtype = (given.pop(name) for name in ("seqlen", "nheads_k", "dtype"))
-    q, k = (draw((1, seqlen, heads, 16), 1).to(dtype) for heads in (4, nheads_k))
-    q.requires_grad_(given.pop("requires_grad", False))
-    mode = package.deterministic_mode(keep_residual=given.pop("keep_residual", None))
-    with mode:
-        return _message(lambda: distributed.flash_attn_func(q, k, k, **{**group, **given}))
+def _varlen_over(starts: torch.Tensor, **options: Any) -> Any:
+    lengths = starts, starts, 0, 0
+    return lambda *qkv: distributed.flash_attn_varlen_func(*qkv, *lengths, causal=True, **options)
 
 
-def unshard_raised(change: dict[int, dict[str, Any]]) -> str:
-    """Returns what `unshard` raises if ranks pass different arguments or parts."""
-    part = torch.zeros(4 if change else 3 + dist.get_rank())
-    return _message(lambda: distributed.unshard(part, 0, **change.get(dist.get_rank(), {})))
+@on_first
+def with_sinks_packed(cut: dict[str, Any]) -> list[bool]:
+    """Compares packed sequences with attention sinks, some of them on one rank, with one device."""
+    starts = int32(0, 3, 9, 54, 72)
+    sink = normal(4, seed=9).float()
+    one, inputs = _packed(starts, learnable_sink=sink)
+    return _same(one, _varlen_over(starts, learnable_sink=sink, **cut), inputs, 0, **cut)
 
 
-def wrong_on_one(wrong: dict[str, Any]) -> str:
-    """Returns what a call raises on two ranks, where the second passes a wrong type."""
-    q = draw((8, 4, 16), 1)
-    here = wrong if dist.get_rank() == 1 else {}
-    starts = torch.tensor([0, 16], dtype=torch.int32)
-    *own, place = ring.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), 2)
-    lengths = (own[0], here.get("starts", own[1]), *own[2:], 1, here.get("place", place))
+@on_first
+def with_uneven_lengths(cut: dict[str, Any]) -> list[bool]:
+    """Compares sequences whose tokens don't divide by the ranks with one device."""
+    same = []
+    for order, lengths in itertools.product(
+        ("contiguous", "zigzag"), ((9, 14), (1, 0, 30, 2), (61,))
+    ):
+        starts = int32(0, *itertools.accumulate(lengths))
+        cut["order"] = order
+        one, inputs = _packed(starts)
+        over = _varlen_over(starts, **cut)
+        whole_cut = {**cut, "cu_seqlens": starts}
+        with patch.multiple(tree, CHUNK_ROWS=4096 if len(lengths) > 1 else 16):
+            same += _same(one, over, inputs, 0, **whole_cut)
+        out = over(*(distributed.shard(tensor, 0, **whole_cut) for tensor in inputs[:3]))
+        whole = distributed.unshard(out, 0, **whole_cut)
+        same.append(bits_equal(one(*inputs[:3]), whole[: starts[-1]]))
+    return same
 
-    def call() -> None:
-        if "q" in wrong:
-            distributed.flash_attn_func(here.get("q", q[None]), q[None], q[None])
-        elif "parts" in wrong:
-            parts = torch.stack([q[None]] * here.get("parts", 3), 2)
-            distributed.flash_attn_qkvpacked_func(parts)
-        else:
-            ring.llama3_flash_attn_varlen_func(q, q, q, *lengths, causal=here.get("causal", True))
 
-    return _message(call)
+def raised(name: str, *calls: dict[str, Any]) -> str:
+    """Returns what a function raises with the arguments of each rank, or with those of all."""
+    function: Any = functools.reduce(getattr, name.split("."), distributed)
+    return _message(functools.partial(function, **calls[dist.get_rank() % len(calls)]))
 
 
 def on_a_reversed_mesh() -> str:
     """Returns what a call raises on a mesh whose order is not that of its group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    q = draw((1, 8, 2, 16), 1)
+    q = normal(1, 8, 2, 16, seed=1)
     mesh = DeviceMesh("cpu", [1, 0])
     return _message(lambda: distributed.flash_attn_func(q, q, q, mesh=mesh))
-
-
-def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> str | None:
-    """Returns what a packed call raises on each rank."""
-    group = group_of(2)
-    if not group:
-        return None
-    q = draw((total, 2, 16), 1)
-    cu_seqlens = torch.tensor(starts[dist.get_rank()], dtype=torch.int32)
-    given = q, q, q, cu_seqlens, cu_seqlens, total, total
-    return _message(lambda: distributed.flash_attn_varlen_func(*given, order=order, **group))
 
 
 def _message(function: Any) -> str:
@@ -523,7 +355,7 @@ def _message(function: Any) -> str:
 
 def _inputs(shape: str, gradient: bool = True) -> torch.Tensor:
     """Returns q, k and v of a shape."""
-    return draw((1, 16 if shape in "Aab" else 8, 2, 16), 1).requires_grad_(gradient)
+    return normal(1, 16 if shape in "Aab" else 8, 2, 16, seed=1).requires_grad_(gradient)
 
 
 def steps_raised(steps: tuple[str, str], when: str) -> tuple[str, str]:
@@ -538,7 +370,7 @@ def steps_raised(steps: tuple[str, str], when: str) -> tuple[str, str]:
         else:
             outs["ab".index(step)].sum().backward()
 
-    with _variable(when):
+    with patch.dict(os.environ, {VARIABLE: when}):
         if when:  # each shape has been checked before
             for _ in range(2):
                 for shape in "AB":
@@ -549,25 +381,6 @@ def steps_raised(steps: tuple[str, str], when: str) -> tuple[str, str]:
         good = _message(lambda: distributed.flash_attn_func(q, q, q, group=group))
     first = next((message for message in messages if message), "")
     return first, good
-
-
-@contextlib.contextmanager
-def _variable(value: str) -> Iterator[None]:
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = value
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
-
-
-def variable_raised(value: str) -> str:
-    """Returns what a call raises with a value of the variable."""
-    q = _inputs("A")
-    with _variable(value):
-        return _message(lambda: distributed.flash_attn_func(q, q, q))
 
 
 def told_in_steps() -> dict[str, int]:
@@ -592,8 +405,8 @@ def told_in_steps() -> dict[str, int]:
         q.sum().backward()
 
     def packed_step(*lengths: int) -> None:
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        q: Any = draw((int(starts[-1]) // 2, 2, 16), 1).requires_grad_()
+        starts = int32(0, *itertools.accumulate(lengths))
+        q: Any = normal(int(starts[-1]) // 2, 2, 16, seed=1).requires_grad_()
         packed = starts, starts, 0, 0
         for _ in range(2):
             q = distributed.flash_attn_varlen_func(q, q, q, *packed, group=group)
@@ -606,25 +419,15 @@ def told_in_steps() -> dict[str, int]:
         steps[name] = functools.partial(packed_step, *lengths)
     steps |= dict.fromkeys(("checkpointed", "checkpointed again"), checkpointed_step)
     steps["checkpointed, third"] = checkpointed_step
-    with _instead(agreement.Agreement, _tell=counting):
+    with patch.multiple(agreement.Agreement, _tell=counting):
         for name, function in steps.items():
             told.clear()
-            with _variable(name if name in ("off", "always") else ""):
+            with patch.dict(os.environ, {VARIABLE: name if name in ("off", "always") else ""}):
                 if name == "failed":
                     function = functools.partial(step, 0.25 if dist.get_rank() == 1 else 0.5)
                 _message(function)
             found[name] = len(told)
     return found
-
-
-def one_wrong_call(wrong: dict[str, Any]) -> tuple[str, str]:
-    """Returns what a call raises, wrong on the second rank, and what a good one does then."""
-    q = _inputs("A")
-    given = wrong if dist.get_rank() == 1 else {}
-    return (
-        _message(lambda: distributed.flash_attn_func(q, q, q, **given)),
-        _message(lambda: distributed.flash_attn_func(q, q, q)),
-    )
 
 
 def mixed_dtensors() -> str:
@@ -658,10 +461,9 @@ def broken_backward(settled: bool, begun: bool, by: type[BaseException]) -> tupl
     if settled:
         step()
     out = distributed.flash_attn_func(q, q, q, causal=True)
-    broken: dict[str, Any] = {}
-    if dist.get_rank() == 1:
-        broken = {"_Steps": breaks} if begun else {"check_kernels": breaks}
-    with _instead(passes if begun else ops, **broken):
+    module, name = (passes, "_Steps") if begun else (ops, "check_kernels")
+    broken = breaks if dist.get_rank() == 1 else getattr(module, name)
+    with patch.object(module, name, broken):
         first = _message(lambda: out.sum().backward())
     return first, _message(lambda: distributed.flash_attn_func(q, q, q, causal=True))
 
@@ -675,39 +477,21 @@ def other_wheel(name: str) -> str:
 
     ops._known.cache_clear()
     try:
-        with _instead(ops, _installed=installed):
+        with patch.multiple(ops, _installed=installed):
             return _message(lambda: distributed.flash_attn_func(*[_inputs("A")] * 3))
     finally:
         ops._known.cache_clear()
 
 
-def has_started() -> bool:
-    """What is timed after it does not hold the start of processes and their imports."""
-    return dist.is_initialized()
-
-
-def end_on(rank: int, at: str) -> str:
-    """Ends one rank in the middle of a call, and returns what the others raise."""
-    q = draw((1, 16, 2, 16), 1).requires_grad_()
-    if at == "later":
-        distributed.flash_attn_func(q, q, q, causal=True).sum().backward()
-    out = distributed.flash_attn_func(q, q, q, causal=True)
-    if dist.get_rank() == rank:
-        if at == "late":
-            return ""  # makes no backward
-        os._exit(1)
-    return _message(lambda: out.sum().backward())
-
-
 def kept_by_cycles(degree: int) -> list[tuple[int, ...]]:
     """Returns the shapes of tensors that two steps leave to the garbage collector."""
-    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
+    inputs = [tensor.requires_grad_() for tensor in _whole(64)[:3]]
 
     def step() -> None:
         out = distributed.flash_attn_func(*inputs, causal=True, ulysses_degree=degree)
         out.sum().backward()
 
-    with _instead(tree, CHUNK_ROWS=16):
+    with patch.multiple(tree, CHUNK_ROWS=16):
         step()
         gc.collect()
         gc.disable()
@@ -722,38 +506,18 @@ def kept_by_cycles(degree: int) -> list[tuple[int, ...]]:
     return kept
 
 
-def explained() -> dict[str, Any]:
+@on_first
+def explained(cut: dict[str, Any]) -> Any:
     """Returns what `explain` says of a dense and a packed call."""
-    q = draw((1, 64, 4, 16), 1)
-    starts = torch.tensor([0, *range(2, 129, 2)], dtype=torch.int32)
-    dense = distributed.explain(q, q, causal=True, ulysses_degree=2)
-    packed = distributed.explain(q[0], q[0], starts, starts, causal=True, ulysses_degree=1)
-    return {"dense": dense, "packed": packed}
+    q = normal(1, 64, 4, 16, seed=1)
+    starts = int32(0, *range(2, 129, 2))
+    dense = distributed.explain(q, q, causal=True, ulysses_degree=2, **cut)
+    return dense, distributed.explain(q[0], q[0], starts, starts, ulysses_degree=1, **cut)
 
 
-def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
-    """Returns how many tokens of keys a rank gets from others in a forward."""
-    group = group_of(ranks)
-    if not group:
-        return None
-    got: list[int] = []
-
-    class Counting(exchange.Arriving):
-        def __init__(self, ranks_: Any, route: Any, *others: Any) -> None:
-            got.append(route.received.others)
-            super().__init__(ranks_, route, *others)
-
-    with _instead(passes, Arriving=Counting):
-        q = draw((1, 64, 1, 16), 1)
-        distributed.flash_attn_func(q, q, q, window_size=window, **group)
-    return sum(got)
-
-
-def messages_of(degree: int) -> tuple[int, int] | None:
-    """Returns how many messages a forward and a backward on two ranks take in one step of heads."""
-    group = group_of(2)
-    if not group:
-        return None
+@on_first
+def messages_of(cut: dict[str, Any], degree: int) -> tuple[int, int]:
+    """Returns how many messages a forward and a backward take in one step of heads."""
     found: list[str] = []
     whole = Ranks.all_to_all
 
@@ -761,10 +525,10 @@ def messages_of(degree: int) -> tuple[int, int] | None:
         found.append(arguments[-1])
         return whole(self, *arguments)
 
-    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
+    inputs = [tensor.requires_grad_() for tensor in _whole(64)[:3]]
     divided = {"ulysses_degree": degree, "heads_k_stride": 2}
-    with _instead(tree, CHUNK_ROWS=16), _instead(Ranks, all_to_all=counting):
-        out = distributed.flash_attn_func(*inputs, causal=True, **divided, **group)
+    with patch.multiple(tree, CHUNK_ROWS=16), patch.multiple(Ranks, all_to_all=counting):
+        out = distributed.flash_attn_func(*inputs, causal=True, **divided, **cut)
         before = len(found)
         out.sum().backward()
     return before, len(found) - before
@@ -782,8 +546,8 @@ def misaligned(degree: int) -> list[str]:
                 found.extend([call[0]] * any(at % 16 for at in rows))
         return whole(call)
 
-    inputs = [tensor.requires_grad_() for tensor in _whole(1, 64)[:3]]
-    with _instead(passes, run=run):
+    inputs = [tensor.requires_grad_() for tensor in _whole(64)[:3]]
+    with patch.multiple(passes, run=run):
         out = distributed.flash_attn_func(*inputs, causal=True, ulysses_degree=degree)
         out.sum().backward()
     return found
@@ -800,9 +564,9 @@ def benchmarked(seqlen: int) -> dict[str, Any]:
 def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs all of `verify --ranks` with other cases; broken: sums are lost between ranks."""
     with (
-        _instead(run, scale_of=lambda device, quick: scale),
-        _instead(passes, _gradients=_no_sums if broken else _BACKWARD),
-        _instead(tree, CHUNK_ROWS=16),
+        patch.multiple(run, scale_of=lambda device, quick: scale),
+        patch.multiple(passes, _gradients=_no_sums if broken else _BACKWARD),
+        patch.multiple(tree, CHUNK_ROWS=16),
     ):
         return run.run("cpu", True, Path(out))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import importlib
 import multiprocessing
 import os
@@ -118,13 +117,6 @@ class Pool:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
-
-
-@functools.cache
-def group_of(size: int) -> Any:
-    """Returns, on each rank of a pool, the group of its first ranks, None for the others."""
-    group = dist.new_group(list(range(size)))
-    return group if dist.get_rank() < size else None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .api import (
-    Explanation,
     explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -12,6 +11,7 @@ from .api import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .plan import Explanation
 from .sdpa import SdpaOverRanks
 from .sharding import shard, unshard
 

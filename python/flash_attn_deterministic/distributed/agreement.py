@@ -191,17 +191,15 @@ class Agreement:
 
     def wait_for(self, work: dist.Work) -> None:
         """Waits for a message; RankError if another rank failed, RuntimeError at the timeout."""
-        wait(work.is_completed, self._look, self._timeout, 1e-3)
-
-    def _look(self, is_late: bool) -> None:
-        for rank in range(self.size):
-            if rank == self.rank or not self._store.check([self._failure_of(rank)]):
-                continue
-            number, begun, text = json.loads(self._store.get(self._failure_of(rank)))
-            if begun or number == self.last:
-                raise RankError(self._of_another(rank, text))
-        if is_late:
-            raise RuntimeError("the group's timeout has passed")
+        for is_late in _waiting(work.is_completed, self._timeout, 1e-3):
+            for rank in range(self.size):
+                if rank == self.rank or not self._store.check([self._failure_of(rank)]):
+                    continue
+                number, begun, text = json.loads(self._store.get(self._failure_of(rank)))
+                if begun or number == self.last:
+                    raise RankError(self._of_another(rank, text))
+            if is_late:
+                raise RuntimeError("the group's timeout has passed")
 
     def lose(self, error: Exception) -> None:
         """Notes that messages of a call failed: those of the next one would be taken for them."""
@@ -226,19 +224,16 @@ class Agreement:
     def _collect(self, number: int) -> list[dict[str, Any]]:
         """Waits for what all ranks tell of a call."""
         keys = [f"{number}/{rank}" for rank in range(self.size)]
-
-        def look(is_late: bool) -> None:
-            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if silent and is_late:
-                raise RankError(
-                    f"rank {self.rank} of {self.size}: rank {silent[0]} did not make call "
-                    f"{number} of this group within its timeout: it has ended, is late, or "
-                    "makes other calls"
-                )
-
         try:
-            wait(lambda: self._store.check(keys), look, self._timeout, 5e-3)
-            found = [json.loads(text) for text in self._store.multi_get(keys)]
+            for is_late in _waiting(lambda: self._store.check(keys), self._timeout, 5e-3):
+                silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if silent and is_late:
+                    raise RankError(
+                        f"rank {self.rank} of {self.size}: rank {silent[0]} did not make call "
+                        f"{number} of this group within its timeout: it has ended, is late, or "
+                        "makes other calls"
+                    )
+            return [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
@@ -246,7 +241,6 @@ class Agreement:
                 f"rank {self.rank} of {self.size}: the store of torch.distributed does not answer; "
                 f"the process that holds it has ended: {error}"
             ) from error
-        return found
 
     def _compare(self, every: list[dict[str, Any]]) -> None:
         wrong = []
@@ -282,14 +276,11 @@ def know(error: BaseException) -> None:
     error.known_to_all_ranks = True  # type: ignore[attr-defined]
 
 
-def wait(
-    is_done: Callable[[], bool], look: Callable[[bool], None], timeout: float, pause: float
-) -> None:
-    """Waits, the host asleep.
+def _waiting(is_done: Callable[[], bool], timeout: float, pause: float) -> Iterator[bool]:
+    """Waits, the host asleep; yields now and then whether `timeout` seconds have passed.
 
     Args:
         is_done: what for.
-        look: called now and then, with whether the timeout has passed; ends the wait by an error.
         timeout: seconds.
         pause: at most this many seconds between two questions.
     """
@@ -300,7 +291,7 @@ def wait(
         asleep = min(2 * asleep, pause)
         now = time.monotonic()
         if now > looked + _LOOK:
-            look(now > begin + timeout)
+            yield now > begin + timeout
             looked = now
 
 

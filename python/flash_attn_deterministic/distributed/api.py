@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,79 +15,71 @@ from ..checks.tensors import PACKED
 from ..errors import ArgumentError, UnsupportedError
 from ..interface.call import WithProbs, as_sink, has_backward, padded, resolve_options, with_ints
 from ..schemas import forward_call
-from ..types import Deterministic, Lengths, Options
+from ..types import Deterministic, Lengths
 from . import ops
 from .calls import of_kv, of_qkv, of_varlen_qkv
 from .dtensor import with_dtensors
 from .layout import CONTIGUOUS, check_order
 from .ops import CallSpec
+from .plan import Explanation
 from .ranks import Ranks, find_group
 
 _MOST = 1024  # calls of a group that are remembered as valid
 
 
-class Where(NamedTuple):
-    """How a call is distributed, as the caller gave it."""
-
-    group: Any
-    mesh: Any
-    order: Any
-    heads_k_stride: Any
-    ulysses_degree: Any
-
-
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    ranks: Ranks,
+    inputs: tuple[Any, ...],
     lengths: Lengths | None,
     options: tuple[Any, ...],
+    how: tuple[Any, ...],
     alibi_slopes: Any,
     learnable_sink: Any,
     return_attn_probs: Any,
-    where: Where,
 ) -> torch.Tensor | WithProbs:
     """Checks a call and runs it; lengths are those of packed sequences.
 
-    `options` are the arguments of `resolve_options` after head_dim.
+    `options` are the arguments of `resolve_options` after head_dim; `how` are order,
+    heads_k_stride and ulysses_degree.
     """
-    ranks = Ranks.of(find_group(where.group, where.mesh))
     sink = None if learnable_sink is None else as_sink(learnable_sink)
-    spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where, sink)
+    spec = _resolve(ranks, inputs, lengths, options, how, alibi_slopes, sink)
     with_lse = as_flag("return_attn_probs", return_attn_probs)
-    head_dim = max(q.shape[-1], v.shape[-1])  # ranks exchange tensors of one
+    width = inputs[2].shape[-1]
+    head_dim = max(inputs[0].shape[-1], width)  # ranks exchange tensors of one
     starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
-    q_, k_, v_ = (padded(one, head_dim) for one in (q, k, v))
-    out, softmax_lse = ops.attend(q_, k_, v_, sink, starts_q, starts_k, *spec)
-    if out.shape[-1] != v.shape[-1]:
-        out = out[..., : v.shape[-1]]
+    q, k, v = (padded(one, head_dim) for one in inputs)
+    out, softmax_lse = ops.run("sequence_fwd", q, k, v, sink, starts_q, starts_k, *spec)
+    if out.shape[-1] != width:
+        out = out[..., :width]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
 
 
 def _resolve(
     ranks: Ranks,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: tuple[Any, ...],
     lengths: Lengths | None,
     options: tuple[Any, ...],
-    alibi_slopes: Any,
-    where: Where,
+    how: tuple[Any, ...],
+    alibi_slopes: Any = None,
     sink: Any = None,
 ) -> CallSpec:
-    """Checks a call, unless one with such arguments has been; see `flash_attn_func`."""
+    """Checks a call, unless one with such arguments has been; see `_attend`."""
+    q, k, _ = inputs
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
     starts, longest = (lengths or ())[:2], (lengths or ())[2:4]
-    tensors = q, k, v, sink, alibi_slopes, *starts
     try:
-        key = None if torch.compiler.is_compiling() else _key_of(tensors, longest, found, where)
+        key = None
+        if not torch.compiler.is_compiling():
+            key = *map(_kind_of, (*inputs, sink, alibi_slopes, *starts)), longest, found
+            key = *key, torch.is_grad_enabled(), how, *map(type, how)
         if key in ranks.valid:
             known: CallSpec = ranks.valid[key]
             return known
     except (AttributeError, TypeError, RuntimeError):
         key = None  # an argument of a wrong type
-    validate(*forward_call((q, k, v), lengths, found, None, learnable_sink=sink))
+    validate(*forward_call(inputs, lengths, found, None, learnable_sink=sink))
     ranks.check(q.device)
     if found.dropout_p > 0:
         raise UnsupportedError(
@@ -100,7 +91,7 @@ def _resolve(
             "alibi_slopes: expected None on several ranks: the ops measure distances from the last "
             "row of their own tensor"
         )
-    backward = has_backward((q, k, v), None)
+    backward = has_backward(inputs, None)
     if sink is not None and sink.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "learnable_sink: expected one that requires no gradient on several ranks: its gradient "
@@ -113,28 +104,23 @@ def _resolve(
             "got True: the backward over ranks has no argument for the residual; make the call "
             "inside deterministic_mode(keep_residual=False)"
         )
-    heads_k = degree = 0
+    order, heads_k, degree = how
     nheads_k = k.shape[-2]
-    if where.heads_k_stride is not None:
-        heads_k = as_int("heads_k_stride", where.heads_k_stride)
+    if heads_k is not None:
+        heads_k = as_int("heads_k_stride", heads_k)
         if not 1 <= heads_k <= nheads_k:
             raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
-    if where.ulysses_degree is not None:
-        degree = as_int("ulysses_degree", where.ulysses_degree)
+    if degree is not None:
+        degree = as_int("ulysses_degree", degree)
         if degree < 1 or ranks.size % degree or nheads_k % degree:
             raise ArgumentError(
                 f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
                 f"heads, got {degree}"
             )
-    spec = CallSpec(
-        ranks.name,
-        check_order(where.order),
-        degree,
-        heads_k,
-        backward,
-        sink is not None,
-        *found[1:8],
-    )
+    order = check_order(order)
+    has_sink = sink is not None
+    numbers = degree or 0, heads_k or 0, backward, has_sink, *found[1:8]
+    spec = CallSpec(ranks.name, order, *numbers)
     if key is not None:
         if len(ranks.valid) >= _MOST:
             ranks.valid.clear()
@@ -142,18 +128,12 @@ def _resolve(
     return spec
 
 
-def _key_of(
-    tensors: tuple[Any, ...], longest: tuple[Any, ...], found: Options, where: Where
-) -> tuple[Any, ...]:
-    """Returns all that the checks of a call depend on."""
-    kinds = [
-        one
-        if one is None
-        else (type(one), one.shape, one.dtype, one.device, one.layout, one.requires_grad)
-        for one in tensors
-    ]
-    how = where[2:]
-    return *kinds, longest, torch.is_grad_enabled(), found, how, *map(type, how)
+def _kind_of(tensor: Any) -> Any:
+    """Returns all of a tensor that the checks of a call depend on."""
+    if tensor is None:
+        return None
+    place = tensor.dtype, tensor.device, tensor.layout
+    return type(tensor), tensor.shape, *place, tensor.requires_grad
 
 
 @with_dtensors(tokens=1)
@@ -240,9 +220,10 @@ def flash_attn_func(
     """
     scores = softmax_scale, causal, window_size, softcap
     options = dropout_p, *scores, split_size, deterministic
-    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
+    how = order, heads_k_stride, ulysses_degree
     others = alibi_slopes, learnable_sink, return_attn_probs
-    return _attend(q, k, v, None, options, *others, where)
+    ranks = Ranks.of(find_group(group, mesh))
+    return _attend(ranks, (q, k, v), None, options, how, *others)
 
 
 flash_attn_qkvpacked_func = of_qkv(flash_attn_func, PACKED[3, False])
@@ -317,32 +298,14 @@ def flash_attn_varlen_func(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scores = softmax_scale, causal, window_size, softcap
     options = dropout_p, *scores, split_size, deterministic
-    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
+    how = order, heads_k_stride, ulysses_degree
     others = alibi_slopes, learnable_sink, return_attn_probs
-    return _attend(q, k, v, lengths, options, *others, where)
+    ranks = Ranks.of(find_group(group, mesh))
+    return _attend(ranks, (q, k, v), lengths, options, how, *others)
 
 
 flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func, PACKED[3, True])
 flash_attn_varlen_kvpacked_func = of_kv(flash_attn_varlen_func, PACKED[2, True])
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a call is divided over ranks, and why.
-
-    Args:
-        ulysses_degree: ranks over which heads are divided.
-        whole_sequences: how many come to one rank, or one group of `ulysses_degree` ranks.
-        heads_k: KV heads computed at a time, forward and backward.
-        seconds: that the planner's model expects of the forward and the backward on an H100.
-        others: the same for the ways that were not chosen, by name.
-    """
-
-    ulysses_degree: int
-    whole_sequences: int
-    heads_k: tuple[int, int]
-    seconds: tuple[float, float]
-    others: Mapping[str, tuple[float, float]]
 
 
 def explain(
@@ -374,8 +337,6 @@ def explain(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     options = 0.0, None, causal, window_size, 0.0, split_size, None
-    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
-    spec = _resolve(ranks, q, k, k, lengths, options, None, where)
-    plan = ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).plan
-    heads = plan.forward.heads, plan.backward.heads
-    return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)
+    how = order, heads_k_stride, ulysses_degree
+    spec = _resolve(ranks, (q, k, k), lengths, options, how)
+    return ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).plan.chosen

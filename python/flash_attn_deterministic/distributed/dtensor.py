@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..errors import ArgumentError
 from .calls import reported
 from .ranks import group_of_dimension
@@ -30,13 +28,11 @@ def _wrapped(function: Callable[..., Any], tokens: int) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         # Not imported here, as that takes a second: no tensor is a DTensor before the import.
-        module = sys.modules.get("torch.distributed.tensor")
-        if module is None or type(q) is type(k) is type(v) is torch.Tensor:
+        DTensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        are = [isinstance(tensor, DTensor) for tensor in (q, k, v)]
+        if not any(are):
             return function(q, k, v, *args, **kwargs)
-        DTensor: Any = getattr(module, "DTensor", ())
-        if not any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
-            return function(q, k, v, *args, **kwargs)
-        if not all(isinstance(tensor, DTensor) for tensor in (q, k, v)):
+        if not all(are):
             raise ArgumentError("q, k, v: expected three DTensors or none, got both kinds")
         mesh, group = _sequence_group(q, k, v, kwargs, tokens)
         local = (tensor.to_local() for tensor in (q, k, v))

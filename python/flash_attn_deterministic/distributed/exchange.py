@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import Numbers, expand
+from .layout import Numbers, expand, summed
 from .ranks import Ranks
 
 _WORD = torch.int32  # what messages are made of
@@ -27,26 +27,33 @@ class Places:
     """Rows of a tensor, in the order of the ranks that they go to or come from.
 
     Args:
-        own: rows of this rank.
-        counts: of each other one.
-        at: where pieces of rows begin.
-        length: of these.
-        head: of each piece, the part of the heads; with `parts` > 1.
+        rank: this rank.
+        ranks: their number.
+        other: rank that a piece of rows goes to or comes from; it may be this one.
+        at: where the piece begins.
+        length: of the piece.
+        head: the part of the heads that it has; None: it comes, and has all that come.
         parts: into which heads are divided.
     """
 
     def __init__(
         self,
-        own: int,
-        counts: Sequence[int],
+        rank: int,
+        ranks: int,
+        other: Numbers,
         at: Numbers,
         length: Numbers,
         head: Numbers | None = None,
         parts: int = 1,
     ) -> None:
-        self.counts, self.others, self.parts = counts, sum(counts), parts
-        self.total = own + self.others
-        self._pieces = at, length, torch.zeros_like(at) if head is None else head
+        self.counts = summed(ranks, other, length).tolist()  # of each other rank
+        self.total, self.counts[rank] = sum(self.counts), 0
+        self.others, self.parts = sum(self.counts), parts
+        # This rank's own are the last ones that go, and the first ones that come.
+        own = -1 if head is None else ranks
+        order = torch.where(other == rank, own, other).argsort(stable=True)
+        heads = torch.zeros_like(at) if head is None else head
+        self._pieces = at[order], length[order], heads[order]
         self._index: dict[Stream, torch.Tensor] = {}
         self._inverse: dict[Stream, torch.Tensor] = {}
 
@@ -95,31 +102,29 @@ class Heads(NamedTuple):
     number: int  # of heads, in each part
     width: int  # of a head
 
+    def some(self, first: int, number: int) -> Heads:
+        """Returns `number` heads from `first` on, in each part."""
+        if number == self.number:
+            return self
+        words = self.rows.shape[1] // self.number
+        rows = self.rows[:, first * words : (first + number) * words]
+        return self._replace(rows=rows, number=number)
 
-class Words:
-    """A tensor (tokens, heads, width) as rows of words.
+
+def heads_of(tensor: torch.Tensor, parts: int) -> Heads:
+    """Returns all heads of a tensor; a copy of one that is not in one piece.
 
     Args:
-        tensor: the tensor; a copy is taken of one that is not in one piece.
+        tensor: (tokens, heads, width).
         parts: into which its heads are divided.
     """
-
-    def __init__(self, tensor: torch.Tensor, parts: int) -> None:
-        offset = tensor.storage_offset() * tensor.element_size()
-        if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        tokens, heads, self._width = tensor.shape
-        self._dtype, self._number = tensor.dtype, heads // parts
-        words = tensor.view(_WORD)
-        self._words = words.shape[2]  # of a head
-        self._rows = words.view(tokens * parts, self._number * self._words)
-
-    def heads(self, first: int = 0, number: int = 0) -> Heads:
-        """Returns `number` heads from `first` on, in each part; 0: all."""
-        rows = self._rows
-        if number and number < self._number:
-            rows = rows[:, first * self._words : (first + number) * self._words]
-        return Heads(rows, self._dtype, number or self._number, self._width)
+    offset = tensor.storage_offset() * tensor.element_size()
+    if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tokens, heads, width = tensor.shape
+    words, number = tensor.view(_WORD), heads // parts
+    rows = words.view(tokens * parts, number * words.shape[2])
+    return Heads(rows, tensor.dtype, number, width)
 
 
 class Arriving:

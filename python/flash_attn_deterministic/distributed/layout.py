@@ -53,7 +53,14 @@ class Layout(NamedTuple):
 
     def of_teams(self, degree: int) -> Layout:
         """Returns pieces of `degree` ranks that follow one another; `at` has no meaning there."""
-        return self if degree == 1 else _joined(self._replace(rank=self.rank // degree))
+        if degree == 1:
+            return self
+        rank = self.rank // degree
+        new = torch.ones(rank.numel() + 1, dtype=torch.bool)
+        new[1:-1] = (rank.diff() != 0) | (self.sequence.diff() != 0)
+        new[1:-1] |= self.begin[1:] != self.end[:-1]
+        joined = self._replace(rank=rank).select(new[:-1])
+        return joined._replace(end=self.end[new[1:]])
 
     def place(self, token: Numbers) -> Numbers:
         """Returns the row that tokens have in the tensor of their rank."""
@@ -142,15 +149,6 @@ def _cut_each(starts: Numbers, ranks: int, order: str) -> Layout:
     return found if bool(some.all()) else found.select(some)
 
 
-def _joined(pieces: Layout) -> Layout:
-    """Makes neighbours of one sequence and rank one piece."""
-    new = torch.ones(pieces.rank.numel() + 1, dtype=torch.bool)
-    new[1:-1] = (pieces.rank.diff() != 0) | (pieces.sequence.diff() != 0)
-    new[1:-1] |= pieces.begin[1:] != pieces.end[:-1]
-    joined = pieces.select(new[:-1])
-    return joined._replace(end=pieces.end[new[1:]])
-
-
 class Overlaps(NamedTuple):
     """Tokens that pieces share with intervals: indices of both, begin and end."""
 
@@ -168,6 +166,11 @@ def overlaps(parts: Layout, begin: Numbers, end: Numbers) -> Overlaps:
     part = first[want] + offset
     low = torch.maximum(parts.begin[part], begin[want])
     return Overlaps(part, want, low, torch.minimum(parts.end[part], end[want]))
+
+
+def summed(count: int, index: Numbers, numbers: Numbers) -> Numbers:
+    """Returns the sums of the numbers of each index."""
+    return torch.zeros(count, dtype=numbers.dtype).index_add_(0, index, numbers)
 
 
 def expand(counts: Numbers, total: int | None = None) -> tuple[Numbers, Numbers]:

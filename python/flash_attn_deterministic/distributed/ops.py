@@ -11,8 +11,9 @@ import json
 import math
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -28,6 +29,7 @@ from .plan import KEY_BLOCK, Plan, Shape, plan_of
 from .ranks import Ranks
 
 NAMESPACE = "flash_attn_deterministic"
+Kept = TypeVar("Kept")
 
 
 class CallSpec(NamedTuple):
@@ -76,26 +78,14 @@ _SCHEMAS = {
 }
 
 
-def attend(*arguments: Any) -> Outputs:
-    """Runs the forward."""
-    found: Outputs = _run("sequence_fwd", _sequence_fwd, 3, arguments)
-    return found
-
-
-def _run(name: str, body: Any, count: int, arguments: tuple[Any, ...]) -> Any:
-    """Runs an op, past torch's dispatcher where only autograd observes the call.
-
-    Args:
-        name: of the op.
-        body: of the op.
-        count: of the leading arguments that get gradients.
-        arguments: all.
-    """
+def run(name: str, *arguments: Any) -> Any:
+    """Runs an op, past torch's dispatcher where only autograd observes the call."""
     if torch.compiler.is_compiling() or is_observed(arguments[:3]):
         return getattr(torch.ops.flash_attn_deterministic, name)(*arguments)
+    body, apply, count = _bodies[name]
     wanted = arguments[:count]
     if torch.is_grad_enabled() and C._any_requires_grad(*wanted):
-        return _applies[name](*wanted, None, arguments)
+        return apply(*wanted, None, arguments)
     with C._AutoDispatchBelowAutograd():
         return body(*arguments)
 
@@ -307,21 +297,27 @@ def _installed(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# The values of tensors that have been read, while these live and are not written to.
-_read: dict[int, tuple[weakref.ref[torch.Tensor], int, Starts]] = {}
-
-
 def _values(cu_seqlens: torch.Tensor) -> Starts:
     """Returns the values of cu_seqlens: the host waits for those on a GPU once."""
-    if cu_seqlens.is_inference():  # without a count of writes
-        return Starts(cu_seqlens.tolist())
-    key = id(cu_seqlens)
-    found = _read.get(key)
-    if found is not None and found[0]() is cu_seqlens and found[1] == cu_seqlens._version:
-        return found[2]
-    values = Starts(cu_seqlens.tolist())
-    gone = weakref.ref(cu_seqlens, lambda _: _read.pop(key, None))
-    _read[key] = gone, cu_seqlens._version, values
+    return kept(cu_seqlens, "values", lambda: Starts(cu_seqlens.tolist()))
+
+
+# What belongs to tensors: by id, the tensor, its count of writes, and what is kept by key.
+_kept: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Any, Any]]] = {}
+
+
+def kept(tensor: torch.Tensor, key: Any, make: Callable[[], Kept]) -> Kept:
+    """Returns what `make` returns, and does later, while the tensor lives and is not written to."""
+    if torch.compiler.is_compiling() or tensor.is_inference():  # without a count of writes
+        return make()
+    at = id(tensor)
+    found = _kept.get(at)
+    if found is None or found[0]() is not tensor or found[1] != tensor._version:
+        gone = weakref.ref(tensor, lambda _: _kept.pop(at, None))
+        found = _kept[at] = gone, tensor._version, {}
+    if key not in found[2]:
+        found[2][key] = make()
+    values: Kept = found[2][key]
     return values
 
 
@@ -358,26 +354,22 @@ def _backward(
     if dout is None:
         # The other ranks may have a gradient, and wait for this one.
         dout = torch.zeros_like(saved[3])
-    arguments = dout.contiguous(), *saved, *ctx.spec, ctx.forward
-    gradients = _run("sequence_bwd", _sequence_bwd, 6, arguments)
+    gradients = run("sequence_bwd", dout.contiguous(), *saved, *ctx.spec, ctx.forward)
     return *gradients, None, None
 
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
-for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-for _name, _body, _fake in (
-    ("sequence_fwd", _sequence_fwd, _fake_fwd),
-    ("sequence_bwd", _sequence_bwd, _fake_bwd),
+# By op: what computes it, apply of its Function, leading arguments that get gradients.
+_bodies: dict[str, tuple[Any, Any, int]] = {}
+for _name, _body, _fake, _context, _formula, _count in (
+    ("sequence_fwd", _sequence_fwd, _fake_fwd, _setup, _backward, 3),
+    ("sequence_bwd", _sequence_bwd, _fake_bwd, None, no_double_backward, 6),
 ):
+    _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-_applies: dict[str, Any] = {}
-for _name, _body, _context, _formula, _count in (
-    ("sequence_fwd", _sequence_fwd, _setup, _backward, 3),
-    ("sequence_bwd", _sequence_bwd, None, no_double_backward, 6),
-):
-    _applies[_name] = function_of(_name, _context, _formula, _body)
-    _kernel = autograd_kernel(_name, _applies[_name], _count)
+    _apply: Any = function_of(_name, _context, _formula, _body)
+    _bodies[_name] = _body, _apply, _count
+    _kernel = autograd_kernel(_name, _apply, _count)
     _library.impl(_name, _kernel, "Autograd", with_keyset=True)

@@ -15,7 +15,7 @@ from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from .exchange import Arriving, Heads, Route, Stream, Words, stream_of
+from .exchange import Arriving, Heads, Route, Stream, heads_of, stream_of
 from .plan import Call, Pass, Plan
 from .ranks import Ranks
 from .sums import Sums, added
@@ -47,18 +47,20 @@ class _Step(NamedTuple):
         first = (self.first + self.head) * self.group
         return slice(first, first + self.size * self.group)
 
-    def rows(self, tensors: Iterable[Words]) -> list[Heads]:
+    def rows(self, tensors: Iterable[Heads]) -> list[Heads]:
         """Returns the query heads of each part of tensors with all of them."""
         first, count = self.head * self.group, self.size * self.group
-        return [one.heads(first, count) for one in tensors]
+        return [one.some(first, count) for one in tensors]
 
-    def keys(self, tensors: Iterable[Words]) -> list[Heads]:
+    def keys(self, tensors: Iterable[Heads]) -> list[Heads]:
         """Returns the KV heads likewise."""
-        return [one.heads(self.head, self.size) for one in tensors]
+        return [one.some(self.head, self.size) for one in tensors]
 
 
 class _Steps:
     """The steps of a pass: the messages of the next one travel while one is computed.
+
+    Results of a step travel while the next one is computed, and are written then.
 
     Args:
         ranks: over which the sequences are distributed.
@@ -82,13 +84,15 @@ class _Steps:
         each = keys[0].shape[1] // degree
         self._first, self._each = ranks.rank % degree * each, each
         self._group = rows[0].shape[1] // keys[0].shape[1]
+        # What ends a step, once the next one has been computed.
+        self.later: list[Callable[[], None]] = []
         self._coming = None
         # Whether rows stay, and one step has all heads.
         self.are_one = part.rows is None and (part.keys is None or part.heads >= each)
         if part.keys is not None:
             # What is sent, once for all steps.
-            self._keys = [Words(one, degree) for one in keys]
-            self._rows = [] if part.rows is None else [Words(one, degree) for one in rows]
+            self._keys = [heads_of(one, degree) for one in keys]
+            self._rows = [] if part.rows is None else [heads_of(one, degree) for one in rows]
             self._coming = self._start(0)
 
     def _start(self, head: int) -> tuple[_Step, list[Arriving]] | None:
@@ -108,6 +112,7 @@ class _Steps:
 
     def __iter__(self) -> Iterator[tuple[_Step, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
         """Yields each step, with the rows of its heads, whether they came or not, and keys."""
+        before: list[Callable[[], None]] = []
         while self._coming is not None:
             step, arriving = self._coming
             found = [tensor for message in arriving for tensor in message.new()]
@@ -117,6 +122,17 @@ class _Steps:
             keys, rows = found[:2], found[2:]
             del found, arriving
             yield step, rows, keys
+            _finish(before)
+            before, self.later = self.later, []
+        _finish(before)
+
+    def send_back(
+        self, way: Route, results: Sequence[torch.Tensor], targets: Sequence[Heads], what: str
+    ) -> None:
+        """Sends results on the way on which their rows came, and later writes those that come."""
+        heads = [heads_of(one, 1) for one in results]
+        arriving = Arriving(self._ranks, way.back, heads, self._stream, what)
+        self.later.append(functools.partial(arriving.into, targets))
 
 
 def forward(
@@ -144,7 +160,8 @@ def forward(
         sequence.
     """
     part, stream = plan.forward, stream_of(q.device)
-    steps = _Steps(ranks, stream, plan.degree, part, (q,), (k, v))
+    degree = plan.chosen.ulysses_degree
+    steps = _Steps(ranks, stream, degree, part, (q,), (k, v))
     # While the first keys come, sequences that need none.
     found = _attend(plan.local, q, (k, v), stream, options, learnable_sink)
     if steps.are_one:
@@ -152,12 +169,11 @@ def forward(
             found += _attend(part.calls, rows, keys, stream, options, learnable_sink)
         return _results(found, q)
     out, lse = _results(found, q, part.calls if part.rows is None else ())
-    targets: tuple[Words, ...] = ()
+    targets: tuple[Heads, ...] = ()
     if part.rows is not None:
         lse = lse.t().contiguous()  # it travels by rows
-        targets = Words(out, plan.degree), Words(lse[..., None], plan.degree)
+        targets = heads_of(out, degree), heads_of(lse[..., None], degree)
         lse = lse.t()
-    going: list[Callable[[], None]] = []
     for step, (rows,), keys in steps:
         sink = None if learnable_sink is None else learnable_sink[step.of_rows]
         found = _attend(part.calls, rows, keys, stream, options, sink)
@@ -167,10 +183,7 @@ def forward(
             continue
         results, of_results = _results(found, rows)
         sent = results, of_results.t()[..., None]
-        more = [_sent(ranks, part.rows, sent, step.rows(targets), stream, "results")]
-        _finish(going)
-        going = more
-    _finish(going)
+        steps.send_back(part.rows, sent, step.rows(targets), "results")
     return out, lse
 
 
@@ -191,8 +204,9 @@ def backward(
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
     """
     part, stream = plan.backward, stream_of(k.device)
+    degree = plan.chosen.ulysses_degree
     of_rows = rows[:3] if part.rows is None else (*rows[:3], rows.softmax_lse.t()[..., None])
-    steps = _Steps(ranks, stream, plan.degree, part, of_rows, (k, v))
+    steps = _Steps(ranks, stream, degree, part, of_rows, (k, v))
     local = [(call, _gradients(call, rows, (k, v), stream, options)) for call in plan.local]
     of_dq = [(call.rows, one[0]) for call, one in local]
     dq, dk, dv = rows.q, k, v
@@ -207,10 +221,9 @@ def backward(
             _joined([(call.keys, one[side]) for call, one in local], like)
             for side, like in ((1, k), (2, v))
         )
-    targets_q = [] if part.rows is None else [Words(dq, plan.degree)]
-    targets_k = [] if part.whole is None else [Words(one, plan.degree) for one in (dk, dv)]
+    targets_q = [] if part.rows is None else [heads_of(dq, degree)]
+    targets_k = [] if part.whole is None else [heads_of(one, degree) for one in (dk, dv)]
     del local
-    going: list[Callable[[], None]] = []
     for step, (dout, q, out, *lse), keys in steps:
         here = Rows(dout, q, out, lse[0][..., 0].t() if lse else rows.softmax_lse[step.of_rows])
         whole = [_gradients(call, here, keys, stream, options) for call in part.calls]
@@ -231,18 +244,16 @@ def backward(
                 pairs = zip(part.calls, whole, strict=True)
                 results.append(_joined([(call.keys, one[side]) for call, one in pairs], like))
             targets += step.keys(targets_k)
-        more = [_sent(ranks, way, *both, stream, "gradients") for way, both in moving.items()]
+        for way, both in moving.items():
+            steps.send_back(way, *both, "gradients")
         del whole, found, moving
         if part.sums is not None:
-            sums = _Adding(ranks, part.sums, step.size, [one[1:] for one in runs], k)
+            found_sums = [one[1:] for one in runs]
+            sums = _Adding(ranks, part.sums, step.size, found_sums, k, options)
             if only_sums:
-                dk, dv = sums.finished(options, k)
+                dk, dv = sums.finished()
             else:
-                place = plan.degree, step.head
-                more.append(functools.partial(sums.write, options, k, dk, dv, *place))
-        _finish(going)
-        going = more
-    _finish(going)
+                steps.later.append(functools.partial(sums.write, dk, dv, degree, step.head))
     return dq, dk, dv
 
 
@@ -256,6 +267,7 @@ class _Adding:
         found: for each run sums of dk, without softmax_scale, and of dv, for all keys of its call:
             (keys, heads, head_dim), float32.
         k: of this rank, all heads.
+        options: of the call.
     """
 
     def __init__(
@@ -265,8 +277,9 @@ class _Adding:
         heads: int,
         found: Sequence[Sequence[torch.Tensor]],
         k: torch.Tensor,
+        options: Options,
     ) -> None:
-        self._plan, self._found = plan, found
+        self._plan, self._found, self._k, self._options = plan, found, k, options
         sent, received = plan.counts
         shape = sum(received), heads, k.shape[2]
         self._arrived = torch.empty(shape, dtype=torch.float32, device=k.device)
@@ -274,29 +287,22 @@ class _Adding:
         message = torch.cat([self._arrived[:0], *data])
         self._pending = ranks.all_to_all(message, self._arrived, sent, received, "sums")
 
-    def finished(self, options: Options, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns dk and dv of each part of heads, one after another, once sums have arrived."""
         self._pending.wait()
         total = added(self._plan, self._arrived, self._found)
         sums = total.view(2, -1, *total.shape[1:])
-        given = *sums, k[:, : total.shape[1]], options.softmax_scale, options.softcap, 0.0
+        scores = self._options.softmax_scale, self._options.softcap, 0.0
+        given = *sums, self._k[:, : total.shape[1]], *scores
         found: tuple[torch.Tensor, torch.Tensor] = run(("finish_key_sums", given))
         return found
 
-    def write(
-        self,
-        options: Options,
-        k: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        degree: int,
-        head: int,
-    ) -> None:
+    def write(self, dk: torch.Tensor, dv: torch.Tensor, degree: int, head: int) -> None:
         """Writes dk and dv, from a head of each part of the heads on."""
         if not self._plan.keys:
             self._pending.wait()
             return
-        for target, found in zip((dk, dv), self.finished(options, k), strict=True):
+        for target, found in zip((dk, dv), self.finished(), strict=True):
             parts = target.view(target.shape[0], degree, -1, target.shape[2])
             of_parts = found.view(degree, -1, *found.shape[1:]).transpose(0, 1)
             size, row = found.shape[1], 0
@@ -404,19 +410,6 @@ def _all_of(found: Sequence[Piece], size: int) -> list[torch.Tensor]:
 
 def _start_of(piece: Piece) -> int:
     return int(piece[0].start)
-
-
-def _sent(
-    ranks: Ranks,
-    way: Route,
-    results: Sequence[torch.Tensor],
-    targets: Sequence[Heads],
-    stream: Stream,
-    what: str,
-) -> Callable[[], None]:
-    """Sends results back on the way on which their rows came, and returns what writes them."""
-    heads = [Words(one, 1).heads() for one in results]
-    return functools.partial(Arriving(ranks, way.back, heads, stream, what).into, targets)
 
 
 def _finish(going: Iterable[Callable[[], None]]) -> None:

@@ -20,8 +20,8 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,13 @@ import torch
 from ..types import Lengths, Options
 from . import model
 from .exchange import Places, Route, Stream
-from .layout import Layout, Numbers, expand, layout_of, overlaps
+from .layout import Layout, Numbers, expand, layout_of, overlaps, summed
 from .sums import Origin, Sums, sums_of
 
 # A multiple of the keys per block of every kernel, forward and backward.
 KEY_BLOCK = 128
+# Levels of pieces of rows that are no run of chunks: all rows of a sequence, or some.
+_WHOLE, _PART = -2, -1
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,6 @@ class Shape:
         if self.right >= 0:
             seen = torch.minimum(seen, lengths_k - lengths_q + 1 + self.right)
         return bool(((lengths_q > 0) & (seen <= 0)).any())
-
-    @property
-    def link(self) -> model.Link:
-        """Returns what is between the ranks."""
-        return model.NVLINK if self.one_machine else model.NETWORK
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Returns where the ranks have the tokens of q, and those of k and v."""
@@ -129,16 +126,32 @@ class Pass(NamedTuple):
     sums: Sums | None = None  # what becomes of their sums
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is divided over ranks, and why.
+
+    Args:
+        ulysses_degree: ranks over which heads are divided.
+        whole_sequences: how many come to one rank, or one group of `ulysses_degree` ranks.
+        heads_k: KV heads computed at a time, forward and backward.
+        seconds: that the planner's model expects of the forward and the backward on an H100.
+        others: the same for the ways that were not chosen, by name.
+    """
+
+    ulysses_degree: int
+    whole_sequences: int
+    heads_k: tuple[int, int]
+    seconds: tuple[float, float]
+    others: Mapping[str, tuple[float, float]]
+
+
 class Plan(NamedTuple):
     """What one rank does in a call."""
 
-    degree: int  # ranks over which heads are divided
     local: tuple[Call, ...]  # calls on sequences that lie entirely on this rank
     forward: Pass  # of the others
     backward: Pass  # likewise
-    seconds: tuple[float, float]  # that the model expects of forward and backward
-    others: dict[str, tuple[float, float]]  # the same for what was not chosen
-    moves: int  # sequences that come to one team
+    chosen: Explanation  # for all ranks
 
 
 class Keys(NamedTuple):
@@ -167,7 +180,7 @@ class _Half(NamedTuple):
     """The forward or the backward of a choice."""
 
     rows: Layout  # pieces, with the team that computes each; of a team, whole sequences first
-    level: Numbers  # n of a piece that is a run of 2^n chunks; -1: it is none
+    level: Numbers  # n of a piece that is a run of 2^n chunks; _WHOLE, _PART
     keys: Keys
     stays: bool  # whether all rows are where they are computed
     load: model.Load
@@ -176,12 +189,9 @@ class _Half(NamedTuple):
 class _Choice(NamedTuple):
     """One way to divide a call."""
 
-    degree: int
     local: Numbers  # for each sequence, its only rank; -1: none
-    moves: int
     halves: tuple[_Half, _Half]
-    heads: tuple[int, int]
-    seconds: tuple[float, float]
+    explanation: Explanation  # without others
 
 
 class _Planner:
@@ -199,11 +209,15 @@ class _Planner:
         common = math.gcd(shape.ranks, shape.nheads_k)
         for degree in [shape.degree] if shape.degree else sorted({common, 1}, reverse=True):
             self._choose(degree)
+        seconds = {name: one.explanation.seconds for name, one in self._choices.items()}
         # Among equals, the one that divides heads most.
-        self._best = next(iter(self._choices))
-        for name, choice in self._choices.items():
-            if sum(choice.seconds) < 0.99 * sum(self._choices[self._best].seconds):
-                self._best = name
+        best = next(iter(seconds))
+        for name, expected in seconds.items():
+            if sum(expected) < 0.99 * sum(seconds[best]):
+                best = name
+        self._best = self._choices[best]
+        del seconds[best]
+        self._chosen = replace(self._best.explanation, others=seconds)
 
     # --- who computes what ------------------------------------------------------------------------
 
@@ -221,8 +235,8 @@ class _Planner:
         of_sequence, at_one = self._work_of_each, home.clamp(min=0)
         divided = (home < 0) & (of_sequence > 0)
         mean = float(of_sequence.sum()) / teams
-        at_home = _summed(teams, at_one, of_sequence * (local >= 0))
-        loads = _summed(teams, at_one, of_sequence * (home >= 0))
+        at_home = summed(teams, at_one, of_sequence * (local >= 0))
+        loads = summed(teams, at_one, of_sequence * (home >= 0))
         short = divided & (of_sequence <= mean / 4)
         words = [f"heads over {degree} ranks"] * (degree > 1)
         # Short sequences come to one team in any case.
@@ -240,19 +254,20 @@ class _Planner:
             stays = degree == 1 and not bool(moving.any())
             cut = pieces.select(team_of[pieces.sequence] < 0)
             sequences = ((team_of >= 0) & (local < 0) & (self._lengths_q > 0)).nonzero().flatten()
-            whole = team_of[sequences], sequences, *self._ends(sequences)
-            forward = backward = self._half(degree, whole, cut[:4], None, stays, at_home)
+            team = team_of[sequences]
+            whole = team, sequences, *self._ends(sequences), torch.full_like(team, _WHOLE)
+            parts = *cut[:4], torch.full_like(cut.rank, _PART)
+            forward = backward = self._half(degree, whole, parts, stays, at_home)
             if cut.rank.numel():
                 work = self._work_of_each[sequences]
-                runs, level, chunks_stay = self._chunks(cut, at_home.index_add(0, whole[0], work))
-                stays = stays and chunks_stay
-                backward = self._half(degree, whole, runs, level, stays, at_home)
+                runs, chunks_stay = self._chunks(cut, at_home.index_add(0, team, work))
+                backward = self._half(degree, whole, runs, stays and chunks_stay, at_home)
             heads, time = self._timed(forward.load, False)
             heads_bwd, time_bwd = self._timed(backward.load, True)
             moves = int(((team_of >= 0) & (local < 0)).sum())
-            self._choices[", ".join(words + [f"long sequences {name}"] * (teams > 1))] = _Choice(
-                *(degree, local, moves, (forward, backward)), (heads, heads_bwd), (time, time_bwd)
-            )
+            chosen = Explanation(degree, moves, (heads, heads_bwd), (time, time_bwd), {})
+            way = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
+            self._choices[way] = _Choice(local, (forward, backward), chosen)
 
     def _home(self, pieces: Layout) -> Numbers:
         """Returns for each sequence the rank or team that has all of it; -1: several, or none."""
@@ -310,7 +325,7 @@ class _Planner:
     def _ends(self, sequences: Numbers) -> tuple[Numbers, Numbers]:
         return self._starts_q[sequences], self._starts_q[sequences + 1]
 
-    def _chunks(self, cut: Layout, loads: Numbers) -> tuple[tuple[Numbers, ...], Numbers, bool]:
+    def _chunks(self, cut: Layout, loads: Numbers) -> tuple[tuple[Numbers, ...], bool]:
         """Divides cut sequences into aligned runs of chunks, each with a team that computes it.
 
         Args:
@@ -318,8 +333,8 @@ class _Planner:
             loads: work that teams have already.
 
         Returns:
-            Team, sequence, begin and end of each run, its level, and whether no chunk lies on
-            several teams.
+            Team, sequence, begin, end and level of each run; and whether no chunk lies on several
+            teams.
         """
         chunk = self._shape.chunk
         sequences = torch.bincount(cut.sequence).nonzero().flatten()
@@ -347,8 +362,7 @@ class _Planner:
             for first, level in _aligned(numbers[0], last, start + last * chunk >= stop):
                 low = start + first * chunk
                 runs.append((team, of, low, min(low + (chunk << level), stop), level))
-        *pieces, levels = torch.tensor(runs).unbind(1)
-        return tuple(pieces), levels, max(map(len, holders)) == 1
+        return torch.tensor(runs).unbind(1), max(map(len, holders)) == 1
 
     def _keys(self, rows: Layout, whole: Numbers) -> Keys:
         """Finds the keys that rows see; pieces of a sequence that see the same ones share them."""
@@ -374,7 +388,6 @@ class _Planner:
         degree: int,
         whole: tuple[Numbers, ...],
         parts: tuple[Numbers, ...],
-        level: Numbers | None,
         stays: bool,
         at_home: Numbers,
     ) -> _Half:
@@ -382,27 +395,22 @@ class _Planner:
 
         Args:
             degree: ranks of a team.
-            whole: team, sequence, begin and end of whole sequences.
+            whole: team, sequence, begin, end and level of whole sequences.
             parts: the same of pieces of others.
-            level: of these, which are runs of chunks; None: they are none.
             stays: whether all rows are where they are computed.
             at_home: work of teams on sequences that lie there entirely.
         """
         shape = self._shape
         teams = shape.ranks // degree
-        team, sequence, begin, end = (torch.cat(pair) for pair in zip(whole, parts, strict=True))
-        levels = torch.full_like(team, -1)
-        if level is not None:
-            levels[whole[0].numel() :] = level
-        is_whole = torch.arange(team.numel()) < whole[0].numel()
-        order = ((2 * team + ~is_whole) * self._total + begin).argsort()
-        levels, is_whole = levels[order], is_whole[order]
-        team, sequence, begin, end = (one[order] for one in (team, sequence, begin, end))
+        columns = [torch.cat(pair) for pair in zip(whole, parts, strict=True)]
+        order = ((2 * columns[0] + (columns[4] != _WHOLE)) * self._total + columns[2]).argsort()
+        team, sequence, begin, end, level = (one[order] for one in columns)
+        is_whole = level == _WHOLE
         rows = Layout(team, sequence, begin, end, _stored(team, end - begin))
         keys = self._keys(rows, is_whole)
 
         def most(team: Numbers, count: Numbers) -> float:
-            return float(_summed(teams, team, count).max())
+            return float(summed(teams, team, count).max())
 
         others = 1 - 1 / shape.ranks
         wanted, needed = keys.wanted, keys.wanted.end - keys.wanted.begin
@@ -414,44 +422,37 @@ class _Planner:
             head_dim=shape.head_dim,
             moved_q=0.0 if stays else most(rows.rank, rows.end - rows.begin) * others,
             moved_k=most(wanted.rank, needed) * others,
-            sums=most(rows.rank, (keys.end - keys.begin) * (levels >= 0)) * others,
+            sums=most(rows.rank, (keys.end - keys.begin) * (level >= 0)) * others,
             whole=most(wanted.rank, needed * keys.whole) * others,
             itemsize=shape.itemsize,
             launches=most(rows.rank, (~is_whole).long()) + bool(is_whole.any()),
         )
-        return _Half(rows, levels, keys, stays, load)
+        return _Half(rows, level, keys, stays, load)
 
     def _timed(self, load: model.Load, backward: bool) -> tuple[int, float]:
         """Returns how many KV heads are computed at a time, and the seconds of the pass."""
         shape = self._shape
+        link = model.NVLINK if shape.one_machine else model.NETWORK
         heads = min(shape.heads_k, load.nheads_k) or model.best_heads(
-            load, backward, shape.link, shape.starts_k[-1]
+            load, backward, link, shape.starts_k[-1]
         )
-        return heads, model.seconds(load, backward, heads, shape.link)
+        return heads, model.seconds(load, backward, heads, link)
 
     # --- the part of one rank ---------------------------------------------------------------------
 
     def plan(self, rank: int) -> Plan:
         """Returns what a rank does."""
-        choice = self._choices[self._best]
+        choice, degree, heads = self._best, self._chosen.ulysses_degree, self._chosen.heads_k
         first, second = choice.halves
-        forward = backward = self._pass(first, choice.degree, rank)
+        forward = backward = self._pass(first, degree, rank)
         if second is not first:
-            backward = self._pass(second, choice.degree, rank)
-        backward = self._with_gradients(backward, second, choice.degree, rank)
-        others = {name: one.seconds for name, one in self._choices.items() if name != self._best}
-        return Plan(
-            choice.degree,
-            self._local(choice, rank),
-            forward._replace(heads=choice.heads[0]),
-            backward._replace(heads=choice.heads[1]),
-            choice.seconds,
-            others,
-            choice.moves,
-        )
+            backward = self._pass(second, degree, rank)
+        backward = self._with_gradients(backward, second, degree, rank)
+        passes = forward._replace(heads=heads[0]), backward._replace(heads=heads[1])
+        return Plan(self._local(choice.local, rank), *passes, self._chosen)
 
-    def _local(self, choice: _Choice, rank: int) -> tuple[Call, ...]:
-        sequence = (choice.local == rank).nonzero().flatten()
+    def _local(self, local: Numbers, rank: int) -> tuple[Call, ...]:
+        sequence = (local == rank).nonzero().flatten()
         begin, end = self._ends(sequence)
         rows = self._own_q.place(begin), begin, end
         zero, keys_at = torch.zeros_like(sequence), self._own_k.place(self._starts_k[sequence])
@@ -480,16 +481,12 @@ class _Planner:
         members = torch.arange(degree)
         to = (wanted.rank[found.want, None] * degree + members).flatten()
         at = (mine.at[found.part] + found.begin - mine.begin[found.part]).repeat_interleave(degree)
-        head = members.repeat(length.numel())
-        last = torch.where(to == rank, ranks, to)
-        length = length.repeat_interleave(degree)
-        sent = _places(rank, ranks, to, last, at, length, head, degree)
+        head, length = members.repeat(length.numel()), length.repeat_interleave(degree)
+        sent = Places(rank, ranks, to, at, length, head, degree)
         wanted = wanted.select(wanted.rank == team)
         found = overlaps(own, wanted.begin, wanted.end)
         at = wanted.at[found.want] + found.begin - wanted.begin[found.want]
-        by = own.rank[found.part]
-        order = torch.where(by == rank, -1, by)
-        received = _places(rank, ranks, by, order, at, found.end - found.begin)
+        received = Places(rank, ranks, own.rank[found.part], at, found.end - found.begin)
         ends = wanted.at + wanted.end - wanted.begin
         return Route(sent, received, int(ends.max()) if ends.numel() else 0)
 
@@ -527,7 +524,7 @@ class _Planner:
         order = message.argsort(stable=True)
         at = torch.empty_like(order)
         at[order] = _stored(message[order], length[order])
-        counts = _summed(ranks // degree * ranks, message, length).view(-1, ranks)
+        counts = summed(ranks // degree * ranks, message, length).view(-1, ranks)
         here = runs.rank == team
         number = torch.where(here, here.cumsum(0) - 1, -1)  # among the runs of this rank
         leaving = order[((by == team) & (to != rank))[order]]
@@ -613,11 +610,6 @@ def _clamped(begin: Numbers, end: Numbers, most: Numbers) -> Numbers:
     ).clamp(min=0)
 
 
-def _summed(count: int, index: Numbers, numbers: Numbers) -> Numbers:
-    """Returns the sums of the numbers of each index."""
-    return torch.zeros(count, dtype=numbers.dtype).index_add_(0, index, numbers)
-
-
 def _stored(team: Numbers, length: Numbers) -> Numbers:
     """Returns where pieces begin that each team stores one after another; teams ascend."""
     begins = length.cumsum(0) - length
@@ -637,20 +629,3 @@ def _aligned(first: int, last: int, is_end: bool) -> Iterator[tuple[int, int]]:
             level += 1
         yield first, level
         first += 1 << level
-
-
-def _places(
-    rank: int,
-    ranks: int,
-    other: Numbers,
-    order: Numbers,
-    at: Numbers,
-    length: Numbers,
-    head: Numbers | None = None,
-    parts: int = 1,
-) -> Places:
-    """Returns the places of pieces, sorted, and how many rows are of which rank."""
-    counts = _summed(ranks, other, length).tolist()
-    by = order.argsort(stable=True)
-    own, counts[rank] = counts[rank], 0
-    return Places(own, counts, at[by], length[by], None if head is None else head[by], parts)

@@ -31,7 +31,6 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.name = group, group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._can_send: set[str] = set()
         self.valid: dict[Any, Any] = {}  # what calls with such arguments mean, once checked
 
     @classmethod
@@ -75,8 +74,6 @@ class Ranks:
             UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices, or
                 another device.
         """
-        if device.type in self._can_send:
-            return
         if self.rank < 0:
             raise ArgumentError("group: expected one that this process is a rank of")
         if device.type not in _BACKENDS:
@@ -91,7 +88,6 @@ class Ranks:
                 f"group: expected the backend {expected} for tensors on {device.type}, got "
                 f"{found}; create the group with it"
             )
-        self._can_send.add(device.type)
 
     def all_to_all(
         self,

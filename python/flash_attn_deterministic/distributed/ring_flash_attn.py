@@ -25,6 +25,7 @@ from ..types import Deterministic
 from .api import flash_attn_func, flash_attn_varlen_func
 from .calls import of_kv, of_qkv, reported
 from .layout import CONTIGUOUS, ZIGZAG
+from .ops import kept
 from .ranks import Ranks, find_group
 
 # For arguments in tuples, which type checkers don't count.
@@ -32,17 +33,6 @@ _dense: Any = flash_attn_func
 _packed: Any = flash_attn_varlen_func
 Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
 Window = tuple[int, int]
-
-
-def _remember(own: torch.Tensor, whole: torch.Tensor, order: str, size: int) -> None:
-    """Keeps the cu_seqlens of all ranks with those of this rank, for the next calls with them."""
-    if not own.is_inference():  # with a count of writes
-        own.of_all_ranks = (own._version, order, size), whole  # type: ignore[attr-defined]
-
-
-def _remembered(own: torch.Tensor, order: str, size: int) -> torch.Tensor | None:
-    key, whole = getattr(own, "of_all_ranks", (None, None))
-    return whole if key is not None and key == (own._version, order, size) else None
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -82,7 +72,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     own_q, own_k = (
         torch.tensor(one, dtype=torch.int32, device=cu_seqlens.device) for one in (queries, keys)
     )
-    _remember(own_k, cu_seqlens, CONTIGUOUS, world_size)
+    kept(own_k, (CONTIGUOUS, world_size), lambda: cu_seqlens)
     return own_q, own_k, _longest(queries), _longest(keys), place
 
 
@@ -158,17 +148,21 @@ def llama3_flash_attn_varlen_func(
     check_rank("q", q, VARLEN)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(name, starts, None, q.device)
-    if not isinstance(local_k_slice, slice) or not isinstance(local_k_slice.start, int):
+    ends: tuple[Any, ...] = (None,)
+    if isinstance(local_k_slice, slice):
+        ends = local_k_slice.start, local_k_slice.stop
+    if not all(isinstance(end, int) for end in ends):
         given = shown(local_k_slice)
         if isinstance(local_k_slice, slice):
-            given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
+            given = f"slice({', '.join(map(shown, ends))})"
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
     ranks = Ranks.of(find_group(group, None))
-    whole = _remembered(cu_seqlens_k, CONTIGUOUS, ranks.size)
-    if whole is None:
-        whole = _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks)
-        _remember(cu_seqlens_k, whole, CONTIGUOUS, ranks.size)
+    whole = kept(
+        cu_seqlens_k,
+        (CONTIGUOUS, ranks.size),
+        lambda: _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks),
+    )
     result = _packed(
         *(q, k, v, whole, whole, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale),
         *(causal, window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),
@@ -187,19 +181,15 @@ def _joined(
     ranks: Ranks,
 ) -> torch.Tensor:
     """Returns cu_seqlens of all ranks, from those of each."""
-    own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
-    every = ranks.agreement.exchange(
-        "the ranks' lengths", (q.shape[0], causal, own[1], place.start)
-    )
+    own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place.start, place.stop
+    every = ranks.agreement.exchange("the ranks' lengths", (q.shape[0], causal, *own))
     tokens = every[0][0]
-    starts = {first + start for _, _, of_rank, first in every for start in of_rank[:-1]}
+    starts = {first + start for *_, keys, first, _ in every for start in keys[:-1]}
     found = sorted(starts | {tokens * ranks.size})
     # What all ranks know, all ranks find wrong.
-    for rank, (tokens_, causal_, keys, first) in enumerate(every):
-        fits = found[0] == 0 and (tokens_, causal_) == (tokens, causal)
-        queries_, keys_, place_ = _part(found, causal, rank, ranks.size)
-        fits &= list(keys) == keys_ and first == place_.start
-        if not fits or (rank == ranks.rank and own != (queries_, keys_, place_)):
+    for rank, told in enumerate(every):
+        queries, keys, part = _part(found, causal, rank, ranks.size)
+        if found[0] != 0 or told != [tokens, causal, queries, keys, part.start, part.stop]:
             raise ArgumentError(
                 "cu_seqlens_q, cu_seqlens_k, local_k_slice: expected what "
                 "llama3_flash_attn_prepare_cu_seqlens gives each rank for one cu_seqlens, got "
@@ -269,10 +259,7 @@ def zigzag_ring_flash_attn_varlen_func(
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
     size = Ranks.of(find_group(group, None)).size
-    whole = _remembered(cu_seqlens, ZIGZAG, size)
-    if whole is None:
-        whole = cu_seqlens * size
-        _remember(cu_seqlens, whole, ZIGZAG, size)
+    whole = kept(cu_seqlens, (ZIGZAG, size), lambda: cu_seqlens * size)
     out: torch.Tensor | WithProbs = _packed(
         *(q, k, v, whole, whole, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal),
         *(window_size, 0.0, alibi_slopes, deterministic, return_attn_probs),

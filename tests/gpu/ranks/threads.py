@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -28,17 +29,6 @@ NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
 WAIT = 60.0  # seconds, for a message
 
 
-class Pending:
-    """Stands for what is on its way, as `ranks.Pending` does."""
-
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self._wait: Callable[[], Any] | None = wait
-
-    def wait(self) -> Any:
-        wait, self._wait = self._wait, None
-        return None if wait is None else wait()
-
-
 class ThreadRanks:
     """Stands for `Ranks` in a thread."""
 
@@ -52,7 +42,7 @@ class ThreadRanks:
         sent: Sequence[int],
         received: Sequence[int],
         what: str,
-    ) -> Pending:
+    ) -> Any:
         for to, part in enumerate(torch.split(data, list(sent))):
             self._mail[self.rank, to].put(part)
         # Now, as a message may be waited for after one that was sent later.
@@ -63,10 +53,10 @@ class ThreadRanks:
             assert [part.shape[0] for part in parts] == list(received), what
             torch.cat(parts, out=arrived)
 
-        return Pending(wait)
+        return SimpleNamespace(wait=wait)
 
 
-def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> dict[str, torch.Tensor]:
+def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> Tensors:
     """Attends packed sequences cut over ranks, forward and backward.
 
     Args:
@@ -75,7 +65,7 @@ def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> dict[str, to
         options: of the call.
 
     Returns:
-        out, softmax_lse, dq, dk and dv, whole.
+        NAMES, whole.
     """
     size = shape.ranks
     index_q, index_k = (
@@ -107,16 +97,14 @@ def over_ranks(tensors: Tensors, shape: Shape, options: Options) -> dict[str, to
     for one in found.values():
         if isinstance(one, Exception):
             raise one
-    whole = {}
-    for at, (name, index) in enumerate(
-        zip(NAMES, (index_q, index_q, index_q, index_k, index_k), strict=True)
-    ):
+    whole = []
+    for at, index in enumerate((index_q, index_q, index_q, index_k, index_k)):
         parts = torch.cat([found[rank][at] for rank in range(size)])
-        whole[name] = parts[torch.cat(index).argsort().to(parts.device)]
+        whole.append(parts[torch.cat(index).argsort().to(parts.device)])
     return whole
 
 
-def on_one(tensors: Tensors, shape: Shape, options: Options) -> dict[str, torch.Tensor]:
+def on_one(tensors: Tensors, shape: Shape, options: Options) -> Tensors:
     """Returns what one call gives, shaped as `over_ranks` has it."""
     *leaves, dout = tensors
     q, k, v = (leaf.detach().requires_grad_() for leaf in leaves)
@@ -141,8 +129,7 @@ def on_one(tensors: Tensors, shape: Shape, options: Options) -> dict[str, torch.
         return_attn_probs=True,
     )
     gradients = torch.autograd.grad(out, (q, k, v), dout)
-    results = (out.detach(), lse.transpose(0, 1).contiguous(), *gradients)
-    return dict(zip(NAMES, results, strict=True))
+    return [out.detach(), lse.transpose(0, 1).contiguous(), *gradients]
 
 
 def packed_call(

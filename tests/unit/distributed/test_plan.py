@@ -123,7 +123,7 @@ def test_each_pair_is_computed_once(
                     shape.layouts(), (shape.tokens_q, shape.tokens_k), strict=True
                 )
             )
-            if rank % plan.degree:  # another one has other heads of these rows
+            if rank % plan.chosen.ulysses_degree:  # another one has other heads of these rows
                 continue
             for call in plan.local:
                 found += _pairs(call, *own)
@@ -134,6 +134,13 @@ def test_each_pair_is_computed_once(
         assert len(found) == len(set(found))
         # Gaps are never seen, and so are no tokens.
         assert set(found) == expected
+
+
+def test_only_keys_in_the_window_travel() -> None:
+    for mask, tokens in ((Mask(5, 0), [0, 5, 5, 5]), (Mask(-1, -1), [192] * 4)):
+        shape = _shape(((0, 256), (0, 256), 4, "contiguous", 1), mask)
+        ways = [plan_of(shape, rank).forward.keys for rank in range(4)]
+        assert [way and way.received.others for way in ways] == tokens
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -192,13 +199,14 @@ def test_choices() -> None:
         return plan_of(_shape(cut, mask, align=2048, chunk=4096, nheads=4 * heads, head_dim=128), 0)
 
     causal = Mask(-1, 0)
-    assert plan([65536], 2, 8, causal, "zigzag").degree == 1  # measured: by 4 % faster than 2
-    assert plan([2**20], 64, 8, causal, "zigzag").degree == 8
-    assert plan([65536], 8, 1, causal, "zigzag").degree == 1
-    assert plan([131072], 2, 8, Mask(4096, 0), "contiguous").degree == 1
+    # measured: by 4 % faster than 2
+    assert plan([65536], 2, 8, causal, "zigzag").chosen.ulysses_degree == 1
+    assert plan([2**20], 64, 8, causal, "zigzag").chosen.ulysses_degree == 8
+    assert plan([65536], 8, 1, causal, "zigzag").chosen.ulysses_degree == 1
+    assert plan([131072], 2, 8, Mask(4096, 0), "contiguous").chosen.ulysses_degree == 1
     short = plan([1024] * 1024, 8, 1, causal, "zigzag")
-    assert (short.moves, len(short.forward.calls), short.backward.runs) == (1024, 1, ())
-    assert len(short.backward.calls) == 1
+    assert (short.chosen.whole_sequences, short.backward.runs) == (1024, ())
+    assert (len(short.forward.calls), len(short.backward.calls)) == (1, 1)
 
 
 def test_planning_takes_a_few_milliseconds() -> None:
