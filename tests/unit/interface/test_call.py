@@ -12,11 +12,10 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import CALLS, Call, normal, qkv_call
+from calls import CALLS, Call, Recorder, normal, qkv_call
 from flash_attn_deterministic import interface, private
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.ops import autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 names = pytest.mark.parametrize("name", CALLS)
 
@@ -122,28 +121,13 @@ def test_write_to_a_saved_tensor_raises() -> None:
         out.sum().backward()
 
 
-class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts the package's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "flash_attn_deterministic":
-            self.ops.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_see_the_ops() -> None:
     call = qkv_call()
     for name in "qkv":
         call.arguments[name].requires_grad_()
-    with Counts() as counts:
+    with Recorder() as recorder:
         call().sum().backward()
-    assert [name.split("::")[1] for name in counts.ops] == ["fwd", "bwd"]
+    assert [name for name, _ in recorder.calls] == ["fwd", "bwd"]
 
 
 def test_subclasses_see_the_op() -> None:
@@ -167,7 +151,7 @@ def test_who_observes_a_call() -> None:
     q = torch.ones(2)
     assert not private.is_observed((q, torch.nn.Parameter(q), None))
     assert private.is_observed((q, q.as_subclass(type("Own", (torch.Tensor,), {}))))
-    with Counts():
+    with Recorder():
         assert private.is_observed((q,))
     with torch.overrides.TorchFunctionMode():
         assert private.is_observed((q,))

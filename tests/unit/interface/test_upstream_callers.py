@@ -9,7 +9,7 @@ import pytest
 import torch
 from bits import bits_equal
 from calls import CALLS, fresh, normal, varlen_call
-from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
+from flash_attn_deterministic import explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
 from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -159,72 +159,3 @@ def test_messages_hold_no_values_of_tensors(argument: str) -> None:
     functions: Any = (torch.full((50, 3), 1234.5),)
     with pytest.raises(ArgumentError, match=r"got \(a tensor of dtype torch.float32 and shape"):
         explain(functions)
-
-
-# --- transformers -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of transformers' flash attention, run on this package."""
-    transformers = pytest.importorskip("transformers")
-    from transformers import modeling_flash_attention_utils as utils
-    from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.masking_utils import flash_attention_mask
-
-    name = "flash_attn_deterministic_test"
-    ours = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
-    helpers = (utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: (*ours, *helpers))
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
-    transformers.AttentionInterface.register(name, flash_attention_forward)
-    transformers.AttentionMaskInterface.register(name, flash_attention_mask)
-    return name
-
-
-def _model(attention: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.set_attn_implementation(attention)
-    return model
-
-
-BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("bwd", {}),
-    "padded": ("varlen_bwd", {"attention_mask": torch.tensor([[1] * 12 + [0] * 4])}),
-    "packed": ("varlen_bwd", {"position_ids": torch.tensor([[*range(6), *range(10)]])}),
-}
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_transformers_trains_in_the_mode(
-    batch: str, enabled: bool, in_transformers: str, backward_calls: list[tuple[str, bool]]
-) -> None:
-    """It passes deterministic=False in every call, and max_seqlen of packed ones as tensors."""
-    model = _model(in_transformers)
-    op, options = BATCHES[batch]
-    ids = torch.arange(16)[None]
-    with deterministic_mode(enabled):
-        loss = model(ids, labels=ids, **options, use_cache=False).loss
-    loss.backward()
-    assert backward_calls == [(op, enabled)]
-
-
-def test_transformers_can_request_determinism(
-    in_transformers: str, backward_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    ids = torch.arange(16)[None]
-    with deterministic_mode(False):
-        model = _model(in_transformers)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-    assert backward_calls == [("bwd", True)]
