@@ -56,7 +56,7 @@ def test_packed_tensors_get_the_results_and_gradients_of_their_parts(
     name: str, head_dim: int, dropout_p: float
 ) -> None:
     call = CALLS[name](head_dim)
-    options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
+    options: dict[str, Any] = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0}
     packed = gradients(call, dropout_p=dropout_p, **options)
     parts = gradients(unpacked(call), dropout_p=dropout_p, **options)
     dim, tensor = 1 if "varlen" in name else 2, "qkv" if "qkv" in packed else "kv"
