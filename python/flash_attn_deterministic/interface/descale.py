@@ -14,8 +14,8 @@ import torch
 
 from ..checks.numbers import as_float
 from ..checks.ops import validate
-from ..checks.tensors import FP8, check_device, check_tensor, is_fp8
-from ..errors import ArgumentError, DtypeError
+from ..checks.tensors import FP8, check_device, check_dtype, check_tensor, is_fp8
+from ..errors import ArgumentError
 from ..schemas import argument_names
 from ..types import Call
 
@@ -48,11 +48,7 @@ def _check(name: str, descale: Any, cache: torch.Tensor, shape: tuple[int, int])
             raise ArgumentError(f"{name}: expected a finite number of float32, got {number}")
         return
     check_tensor(name, descale)
-    if descale.dtype != torch.float32:
-        raise DtypeError(
-            f"{name}: expected dtype torch.float32, got {descale.dtype}; convert it with "
-            f"{name}.float()"
-        )
+    check_dtype(name, descale, torch.float32, "float()")
     # Not `in`: torch.compile finds no equal shapes there if a size is symbolic.
     if not any(descale.shape == one for one in ((), (1,), shape[1:], shape)):
         raise ArgumentError(

@@ -36,11 +36,6 @@ def test_rotary_tables_as_long_as_the_cache_and_more_queries_than_new_keys(
     assert bits_equal(out, kvcache_call()(**arguments, **longer))
 
 
-def test_full_cache_without_new_keys() -> None:
-    out = kvcache_call()(**READ_ONLY, cache_seqlens=20)
-    assert bits_equal(out, kvcache_call()(**{**READ_ONLY, "cache_seqlens": None}))
-
-
 def test_new_key_at_the_last_place_of_the_cache() -> None:
     call = kvcache_call()
     call(cache_seqlens=17)

@@ -170,6 +170,13 @@ def test_cache_equals_attention_over_its_tokens(head_dim: int) -> None:
         assert bits_equal(softmax_lse[b], expected_lse[0])
 
 
+def test_without_lengths_the_cache_is_full() -> None:
+    call = kvcache_call()
+    full = call.arguments["k_cache"].shape[1]
+    without = call(**READ_ONLY, cache_seqlens=None)
+    assert bits_equal(without, call(**READ_ONLY, cache_seqlens=full))
+
+
 def test_write_to_the_cache_changes_its_version() -> None:
     call = kvcache_call()
     call()
