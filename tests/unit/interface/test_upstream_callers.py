@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, fresh, normal, varlen_call
+from calls import CALLS, compiled, fresh, normal, varlen_call
 from flash_attn_deterministic import explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
 from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -34,22 +34,19 @@ def test_jit_trace(name: str, head_dim: int) -> None:
 VARLEN: Any = flash_attn_varlen_func
 
 
-def _longest_as_tensors(*args: torch.Tensor) -> torch.Tensor:
-    cu_q, cu_k = args[3:]
-    longest: tuple[Any, Any] = (cu_q.diff().max(), cu_k.diff().max())
-    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
-    return out
+def _attend(longest: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """Packed attention that finds the lengths of the longest sequences itself."""
+    return lambda *args: VARLEN(*args, *map(longest, args[3:]), causal=True)
 
 
-def _longest_as_ints(*args: torch.Tensor) -> torch.Tensor:
-    cu_q, cu_k = args[3:]
-    longest: tuple[Any, Any] = (cu_q.diff().max().item(), cu_k.diff().max().item())
-    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
-    return out
+def _longest(starts: torch.Tensor) -> torch.Tensor:
+    return starts.diff().max()
 
 
 LONGEST = pytest.mark.parametrize(
-    "function", [_longest_as_tensors, _longest_as_ints], ids=["tensor", "item"]
+    "function",
+    [_attend(_longest), _attend(lambda starts: _longest(starts).item())],
+    ids=["tensor", "item"],
 )
 
 
@@ -60,7 +57,6 @@ def _varlen_arguments() -> list[torch.Tensor]:
 
 @pytest.fixture
 def scalars_in_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         yield
 
@@ -71,8 +67,7 @@ def scalars_in_graphs() -> Iterator[None]:
 def test_lengths_that_a_graph_computes(function: Any, requires_grad: bool) -> None:
     arguments = _varlen_arguments()
     arguments[0].requires_grad_(requires_grad)
-    compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
-    out = compiled(*arguments)
+    out = compiled(function)(*arguments)
     expected = varlen_call()(q=arguments[0])
     assert bits_equal(out, expected)
     if requires_grad:
@@ -86,12 +81,12 @@ def test_length_of_a_cache_that_a_graph_computes() -> None:
         return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length.item())  # type: ignore[arg-type]
 
     q, cache = normal(2, 3, 4, 32), normal(2, 20, 2, 32)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    traced = compiled(function)
     for length in (7, 20):
         expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-        assert bits_equal(compiled(torch.tensor(length), q, cache), expected)
+        assert bits_equal(traced(torch.tensor(length), q, cache), expected)
     with pytest.raises(RuntimeError):
-        compiled(torch.tensor(21), q, cache)
+        traced(torch.tensor(21), q, cache)
 
 
 class Module(torch.nn.Module):
