@@ -69,32 +69,22 @@ def test_wrong_call_with_dropout_draws_no_seed() -> None:
 # --- The way to the op --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def by_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Sends calls through torch's dispatcher, where torch.library's autograd kernel runs."""
-
-    def switch() -> None:
-        monkeypatch.setattr(autograd, "is_observed", lambda tensors: True)
-
-    return switch
-
-
 @pytest.mark.parametrize("head_dim", [32, 20])
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_gradients_equal_those_of_the_dispatcher(
-    name: str, head_dim: int, by_dispatcher: Callable[[], None]
+    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There torch.library's autograd kernel runs."""
+
     def gradients() -> tuple[torch.Tensor, ...]:
         call = CALLS[name](head_dim)
-        leaves = [call.arguments[n].requires_grad_() for n in "qkv"]
-        out, softmax_lse, _ = call(return_attn_probs=True)
-        assert out.requires_grad
+        leaves = call.leaves()
+        out, softmax_lse, _ = call(**leaves, return_attn_probs=True)
         assert softmax_lse.requires_grad
-        out.sum().backward()
-        return (out.detach(), *(leaf.grad for leaf in leaves))
+        return (out.detach(), *torch.autograd.grad(out.sum(), list(leaves.values())))
 
     here = gradients()
-    by_dispatcher()
+    monkeypatch.setattr(autograd, "is_observed", lambda tensors: True)
     assert all(bits_equal(a, b) for a, b in zip(here, gradients(), strict=True))
 
 
@@ -102,11 +92,8 @@ def test_gradients_equal_those_of_the_dispatcher(
 @names
 def test_no_graph_is_recorded_without_gradients(name: str, mode: Callable[[], Any]) -> None:
     call = CALLS[name]()
-    for tensor in "qkv":
-        if call.arguments.get(tensor) is not None and name != "flash_attn_with_kvcache":
-            call.arguments[tensor].requires_grad_()
     with mode():
-        out = call()
+        out = call(**call.leaves())
     assert out.grad_fn is None
     assert not out.requires_grad
 
@@ -123,10 +110,8 @@ def test_write_to_a_saved_tensor_raises() -> None:
 
 def test_modes_see_the_ops() -> None:
     call = qkv_call()
-    for name in "qkv":
-        call.arguments[name].requires_grad_()
     with Recorder() as recorder:
-        call().sum().backward()
+        call(**call.leaves()).sum().backward()
     assert [name for name, _ in recorder.calls] == ["fwd", "bwd"]
 
 

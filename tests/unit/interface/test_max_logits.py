@@ -29,11 +29,11 @@ def test_nothing_else_changes_and_it_has_no_gradient(
 
     def run(**options: Any) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(1)
-        leaves = [call.arguments[n].clone().requires_grad_() for n in "qkv"]
-        given = dict(zip("qkv", leaves, strict=True))
+        leaves = call.leaves()
         with deterministic_mode(keep_residual=keep_residual):
-            found = call(**given, dropout_p=dropout_p, return_attn_probs=True, **options)
-        gradients = torch.autograd.grad(found[:2], leaves, [torch.ones_like(x) for x in found[:2]])
+            found = call(**leaves, dropout_p=dropout_p, return_attn_probs=True, **options)
+        ones = [torch.ones_like(x) for x in found[:2]]
+        gradients = torch.autograd.grad(found[:2], list(leaves.values()), ones)
         return *gradients, *found
 
     *others, found = run(return_max_logits=True)

@@ -43,10 +43,9 @@ def test_results_and_gradients_are_those_of_the_definition(
     keep_residual: bool, head_dim: int, dtype: torch.dtype
 ) -> None:
     call = qkv_call(head_dim)
-    sinks = SINKS.to(dtype)
-    leaves = [*(call.arguments[n] for n in "qkv"), sinks]
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    given = dict(zip(("q", "k", "v", "learnable_sink"), leaves, strict=True))
+    call.arguments["learnable_sink"] = SINKS.to(dtype)
+    given = call.leaves()
+    leaves = list(given.values())
     with deterministic_mode(keep_residual=keep_residual):
         out, softmax_lse, _ = call(**given, return_attn_probs=True)
     doubles = [x.detach().double().requires_grad_() for x in leaves]
@@ -124,9 +123,8 @@ def test_a_sink_alone_can_want_a_gradient() -> None:
     leaf = SINKS.clone().requires_grad_()
     out = call(learnable_sink=leaf)
     (found,) = torch.autograd.grad(out, leaf, normal_like(out))
-    leaves = [*(call.arguments[n].clone().requires_grad_() for n in "qkv"), leaf]
-    out = call(**dict(zip(("q", "k", "v", "learnable_sink"), leaves, strict=True)))
-    assert bits_equal(found, torch.autograd.grad(out, leaves, normal_like(out))[3])
+    out = call(**call.leaves(), learnable_sink=leaf)
+    assert bits_equal(found, torch.autograd.grad(out, leaf, normal_like(out))[0])
     with torch.no_grad():
         assert not call(learnable_sink=leaf).requires_grad
     cache: Any = CALLS["flash_attn_with_kvcache"]
