@@ -1,14 +1,16 @@
 """Wrong calls of every function: the exception and its message, the same on every device.
 
 `mistakes.json` has the wrong calls of each message, where {device} is that of the call and {other}
-another one, and those that only the CPU finds, where the values of tensors are read. After a wanted
-change of a message, `python -m tests.unit.interface.test_mistakes` writes the file again.
+another one, {argument} and {value} are those in the name of a call, and those that only the CPU
+finds, where the values of tensors are read. After a wanted change of a message,
+`python -m tests.unit.interface.test_mistakes` writes the file again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,6 +280,15 @@ def outcome(
     return ""
 
 
+def template(case: str, text: str) -> str:
+    """The message of a case, without the argument and the value that its name has."""
+    mistake, _, value = case.partition(": ")[2].partition("=")
+    argument = mistake.partition("-")[0]
+    if f": {argument}: " in text:
+        text = re.sub(rf"\b{argument}\b", "{argument}", text)
+    return re.sub(rf"got {re.escape(value)}(?!\w)", "got {value}", text) if value else text
+
+
 CASES = {f"{function}: {name}": (function, change) for function, name, change in mistakes()}
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {"messages": {}}
 EXPECTED = {n: text for text, names in RECORDED["messages"].items() for n in names.split(" | ")}
@@ -316,7 +327,7 @@ def test_mistakes(function: str, device: str) -> None:
     by_device = [] if device == "cpu" else RECORDED["only_on_the_cpu"].split(" | ")
     names = [n for n in EXPECTED if n.startswith(f"{function}: ") and n not in by_device]
     assert len(names) > 25
-    wrong = {n: (outcome(*CASES[n], device), EXPECTED[n]) for n in names}
+    wrong = {n: (template(n, outcome(*CASES[n], device)), EXPECTED[n]) for n in names}
     if device == "cuda":
         torch.cuda.synchronize()  # a kernel that had run on bad memory would show here
     assert {n: pair for n, pair in wrong.items() if pair[0] != pair[1]} == {}
@@ -327,14 +338,14 @@ def test_wrong_values_in_a_compiled_call(function: str) -> None:
     torch._dynamo.reset()
     call: Any = torch.compile(MAKERS[function]().function, fullgraph=True, backend="aot_eager")
     names = [f"{function}: {name}" for name, _ in OTHERS[function] if name.startswith("value-")]
-    found = {n: outcome(*CASES[n], "cpu", call) for n in names}
+    found = {n: template(n, outcome(*CASES[n], "cpu", call)) for n in names}
     assert found == {n: EXPECTED[n] for n in names}
 
 
 if __name__ == "__main__":
     messages: dict[str, list[str]] = {}
     for _name, _case in CASES.items():
-        _text = outcome(*_case, "cpu")
+        _text = template(_name, outcome(*_case, "cpu"))
         if _text:
             messages.setdefault(_text, []).append(_name)
     only = [n for names in messages.values() for n in names if not outcome(*CASES[n], "meta")]
