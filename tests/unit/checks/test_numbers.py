@@ -48,6 +48,7 @@ SAME: list[tuple[Any, Any]] = [
     *(({"softcap": value}, {}) for value in (0, -0.0, -0.5, -3, -math.inf)),
     ({"softcap": True}, {"softcap": 1.0}),
     ({"softmax_scale": True}, {"softmax_scale": 1.0}),
+    ({"softmax_scale": 2}, {"softmax_scale": 2.0}),
     # As in flash_attn 2.8.3, which takes a negative side for no window.
     *(
         (given, meant)
