@@ -80,6 +80,10 @@ def test_a_zero_is_positive_and_nan_is_seen() -> None:
     q = normal(1, 3, 4, 32)
     found = flash_attn_func(q, -0.0 * q[:, :, :2], q[:, :, :2], return_max_logits=True)[1]
     assert bits_equal(found, torch.zeros(4))
+    tiny = torch.full_like(q, 2.0**-60)  # scores that become -0 in float32
+    given = {"softmax_scale": 2.0**-100, "return_max_logits": True}
+    found = flash_attn_func(tiny, -tiny[:, :, :2], tiny[:, :, :2], **given)[1]
+    assert bits_equal(found, torch.zeros(4))
     q[0, 1, 2, 5] = math.nan
     found = flash_attn_func(q, q[:, :, :2].nan_to_num(), q[:, :, :2], return_max_logits=True)[1]
     assert found.isnan().tolist() == [False, False, True, False]
