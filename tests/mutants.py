@@ -52,7 +52,7 @@ _TESTS = (
     "reference/test_reference.py", "reference/test_calls.py", "reference/test_backward.py",
     "contract/test_forward.py", "contract/test_backward.py", "interface/test_sinks.py",
     "interface/test_residual.py", "reference/test_dropout.py", "interface/test_interface.py",
-    "ops/test_ops.py",
+    "interface/test_max_logits.py", "ops/test_ops.py",
 )  # fmt: skip
 # It changes the order of additions itself, and takes as long as all others.
 _LEFT_OUT = "tests/unit/contract/test_backward.py::test_a_matmul_breaks_the_contract"

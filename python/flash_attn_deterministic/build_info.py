@@ -57,7 +57,7 @@ class BuildInfo:
     instances: tuple[Instance, ...]
     # sha256 by part of the source tree that the machine code is compiled from.
     sources: Mapping[str, str]
-    # Wheels with equal numbers give equal bits on one compute capability; 0: an old wheel without.
+    # Wheels with equal numbers give equal bits on one compute capability.
     bits_version: int
 
     def kernel_head_dim(self, head_dim: int) -> int:
@@ -78,28 +78,19 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
     if schema != _SCHEMA:
         raise BuildInfoError(f"{_PATH.name}: expected schema {_SCHEMA}, got {schema!r}")
     try:
-        upstream = record["upstream"]
+        upstream = dict(record["upstream"])
+        patches = tuple(Patch(**patch) for patch in upstream.pop("patches"))
+        tiles = sorted((int(head_dim), tile) for head_dim, tile in record["tiles"].items())
         return BuildInfo(
-            upstream=Upstream(
-                name=upstream["name"],
-                version=upstream["version"],
-                sha256=upstream["sha256"],
-                patches=tuple(Patch(p["name"], p["sha256"]) for p in upstream["patches"]),
-            ),
+            upstream=Upstream(**upstream, patches=patches),
             cuda_toolkit=record["cuda_toolkit"],
             architectures=tuple(record["architectures"]),
-            deterministic=bool(record["deterministic"]),
+            deterministic=record["deterministic"],
             torch_target=record["torch_target"],
-            tiles={
-                head_dim: Tile(tile["block_m"], tile["block_n"], tile["warps"])
-                for head_dim, tile in sorted((int(d), t) for d, t in record["tiles"].items())
-            },
-            instances=tuple(
-                Instance(i["direction"], i["dtype"], i["head_dim"], i.get("family", "sm80"))
-                for i in record["instances"]
-            ),
-            sources={str(part): str(sha256) for part, sha256 in record["sources"].items()},
-            bits_version=int(record.get("bits_version", 0)),
+            tiles={head_dim: Tile(**tile) for head_dim, tile in tiles},
+            instances=tuple(Instance(**instance) for instance in record["instances"]),
+            sources=record["sources"],
+            bits_version=record["bits_version"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BuildInfoError(

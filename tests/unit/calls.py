@@ -10,9 +10,12 @@ import flash_attn_deterministic as package
 import torch
 from flash_attn_deterministic import interface
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NHEADS, NHEADS_K, HEAD_DIM = 4, 2, 32
 PAGE = 16
+# Those that get gradients.
+INPUTS = ("q", "k", "v", "qkv", "kv", "learnable_sink")
 
 
 @dataclass
@@ -30,6 +33,11 @@ class Call:
         """The name of the argument that returns softmax_lse."""
         name = "return_softmax_lse" if "k_cache" in self.arguments else "return_attn_probs"
         return {name: True}
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors that get gradients, which require them."""
+        found = {n: x for n, x in self.arguments.items() if n in INPUTS and x is not None}
+        return {name: x.clone().requires_grad_() for name, x in found.items()}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -186,6 +194,28 @@ def unpacked(call: Call) -> Call:
             value = arguments.pop(name)
             arguments.update({f"{name}_q": value, f"{name}_k": value})
     return Call(package.flash_attn_varlen_func if varlen else package.flash_attn_func, arguments)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Keeps the calls of the package's ops: name and arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an op."""
+        if func.namespace == "flash_attn_deterministic":
+            self.calls.append((func._schema.name.split("::")[1], args))
+        return func(*args, **(kwargs or {}))
+
+
+def compiled(function: Any) -> Any:
+    """A function compiled without graph breaks, as the first one of this process."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 class Counted:

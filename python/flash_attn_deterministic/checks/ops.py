@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, DtypeError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..schemas import BACKWARD, FORWARD, argument_names, parts_of
 from . import kernels, numbers, values
 from .describe import shown
@@ -30,6 +30,7 @@ from .tensors import (
     check_cached,
     check_cu_seqlens,
     check_device,
+    check_dtype,
     check_head_dim,
     check_heads,
     check_int32,
@@ -227,11 +228,7 @@ def _slopes(given: Given, q: torch.Tensor) -> None:
     starts = given.get("cu_seqlens_q")
     batch, nheads = q.shape[0] if starts is None else starts.shape[0] - 1, q.shape[-2]
     check_tensor("alibi_slopes", slopes, "a torch.Tensor or None")
-    if slopes.dtype != torch.float32:
-        raise DtypeError(
-            f"alibi_slopes: expected dtype torch.float32, got {slopes.dtype}; convert it with "
-            "alibi_slopes.float()"
-        )
+    check_dtype("alibi_slopes", slopes, torch.float32, "float()")
     # Not `not in`: torch.compile finds no equal shapes there if nheads is symbolic.
     if slopes.shape != (nheads,) and slopes.shape != (batch, nheads):
         raise ArgumentError(
@@ -246,11 +243,8 @@ def _sinks(given: Given, q: torch.Tensor) -> None:
     if sinks is None:
         return
     check_tensor("learnable_sink", sinks, "a torch.Tensor or None")
-    if sinks.dtype != torch.float32:
-        raise DtypeError(
-            "learnable_sink: expected dtype torch.float32, torch.float16 or torch.bfloat16, got "
-            f"{sinks.dtype}; convert it with learnable_sink.float()"
-        )
+    expected = "torch.float32, torch.float16 or torch.bfloat16"
+    check_dtype("learnable_sink", sinks, torch.float32, "float()", expected)
     check_shape("learnable_sink", sinks, (q.shape[-2],), "one sink for each head of q")
     check_device("learnable_sink", sinks, q.device)
 
@@ -262,11 +256,7 @@ def _seeds(given: Given, q: torch.Tensor) -> bool:
         return False
     starts = given.get("cu_seqlens_q")
     batch = q.shape[0] if starts is None else starts.shape[0] - 1
-    if state.dtype != torch.int64:
-        raise DtypeError(
-            f"dropout_seeds: expected dtype torch.int64, got {state.dtype}; convert it with "
-            "dropout_seeds.long()"
-        )
+    check_dtype("dropout_seeds", state, torch.int64, "long()")
     # Not `!=` of tuples; see _slopes.
     if state.shape != (batch, 1):
         raise ArgumentError(

@@ -59,6 +59,17 @@ def check_tensor(name: str, tensor: Any, expected: str = "a torch.Tensor") -> No
         )
 
 
+def check_dtype(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, conversion: str, expected: str = ""
+) -> None:
+    """Checks the dtype of a tensor that is not like q; `expected` names all that callers pass."""
+    if tensor.dtype != dtype:
+        raise DtypeError(
+            f"{name}: expected dtype {expected or dtype}, got {tensor.dtype}; convert it with "
+            f"{name}.{conversion}"
+        )
+
+
 def check_rank(name: str, tensor: Any, layout: str) -> None:
     """Checks that an argument is a tensor of as many dimensions as its layout names."""
     check_tensor(name, tensor)
@@ -204,11 +215,7 @@ def check_int32(
     A size of -1 and a device of None stand for any; layout names the dimensions: "(batch,)".
     """
     check_tensor(name, tensor)
-    if tensor.dtype != torch.int32:
-        raise DtypeError(
-            f"{name}: expected dtype torch.int32, got {tensor.dtype}; convert it with "
-            f"{name}.to(torch.int32)"
-        )
+    check_dtype(name, tensor, torch.int32, "to(torch.int32)")
     same_rank = tensor.dim() == len(shape)
     if not same_rank or any(n not in (-1, m) for n, m in zip(shape, tensor.shape, strict=True)):
         sizes = ", ".join("any" if n == -1 else str(n) for n in shape)

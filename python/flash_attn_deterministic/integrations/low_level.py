@@ -6,7 +6,6 @@ The order of additions is that of the mode, and that of a backward of the mode w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,65 +20,39 @@ from ..types import Call, Gradients, Lengths, Options
 from ..ops import library as library  # isort: skip
 
 
-class Mask(NamedTuple):
-    """The arguments that define scores and mask.
-
-    Args:
-        softmax_scale: positive factor of q k^T; None: head_dim ** -0.5.
-        causal: whether the mask is causal, aligned to the bottom right corner.
-        window_size: (left, right), how many keys a query sees on either side; None or a negative
-            number: no limit.
-        softcap: 0.0 for none.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, or None.
-    """
-
-    softmax_scale: float | None
-    causal: bool = False
-    window_size: Sequence[int | None] = (-1, -1)
-    softcap: float = 0.0
-    alibi_slopes: torch.Tensor | None = None
-
-
-class Forward(NamedTuple):
-    """The results of a forward call.
-
-    Args:
-        out: like q, with the head_dim of v, contiguous.
-        softmax_lse: (batch, nheads, seqlen_q), float32; of packed calls (nheads, total_q).
-        rng_state: (2,), int64, seed and offset of the dropout mask; None without dropout.
-    """
-
-    out: torch.Tensor
-    softmax_lse: torch.Tensor
-    rng_state: torch.Tensor | None
+# dropout_p, softmax_scale, causal, window_size and softcap, as of `flash_attn_func`; a side of the
+# window may be None, for no limit.
+Numbers = tuple[float, float | None, bool, Sequence[int | None], float]
+# out, contiguous; softmax_lse; and seed and offset of the dropout mask, (2,), int64, or None.
+Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: Mask,
-    dropout_p: float = 0.0,
+    numbers: Numbers,
     lengths: Lengths | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> Forward:
     """Runs a forward op; arguments as of `flash_attn_func` or, with lengths, the packed one.
 
     A head_dim is a multiple of 8. A mode with keep_residual raises UnsupportedError.
     """
-    lengths, options = _resolved(q, mask, dropout_p, lengths, False)
+    lengths, options = _resolved(q, numbers, lengths, False)
     if options.keep_residual:
         raise UnsupportedError(
             "keep_residual: expected False where a framework keeps the results of the forward, "
             "got True: its backward has no argument for the residual; call flash_attn_func, or "
             "make the call inside deterministic_mode(keep_residual=False)"
         )
-    call = forward_call((q, k, v), lengths, options, mask.alibi_slopes)
+    call = forward_call((q, k, v), lengths, options, alibi_slopes)
     _check_head_dim(call)
     if options.dropout_p > 0:
         call = completed(call, pads=False)
     op, arguments = call
     out, softmax_lse = run(call)
-    return Forward(out, softmax_lse, arguments[argument_names(op).index("rng_state")])
+    return out, softmax_lse, arguments[argument_names(op).index("rng_state")]
 
 
 def backward(
@@ -88,9 +61,9 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     result: Forward,
-    mask: Mask,
-    dropout_p: float = 0.0,
+    numbers: Numbers,
     lengths: Lengths | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     dlse: torch.Tensor | None = None,
 ) -> Gradients:
@@ -100,12 +73,12 @@ def backward(
     `deterministic`, the bits of the gradients depend on their own inputs only, also where the mode
     is not enabled. Returns dq, dk and dv: like q, k and v, contiguous.
     """
-    lengths, options = _resolved(q, mask, dropout_p, lengths, deterministic)
+    lengths, options = _resolved(q, numbers, lengths, deterministic)
     if isinstance(dout, torch.Tensor) and dout.dim() and dout.stride(-1) != 1:
         dout = dout.contiguous()
-    rng_state = result.rng_state if options.dropout_p > 0 else None
-    results = result.out, result.softmax_lse
-    random = mask.alibi_slopes, rng_state
+    out, softmax_lse, rng_state = result
+    random = alibi_slopes, rng_state if options.dropout_p > 0 else None
+    results = out, softmax_lse
     call = backward_call(dout, (q, k, v), *results, lengths, options, *random, dlse=dlse)
     _check_head_dim(call)
     if not options.deterministic_bwd:
@@ -120,13 +93,13 @@ def starts_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _resolved(
-    q: torch.Tensor, mask: Mask, dropout_p: float, lengths: Lengths | None, deterministic: bool
+    q: torch.Tensor, numbers: Numbers, lengths: Lengths | None, deterministic: bool
 ) -> tuple[Lengths | None, Options]:
     """Returns the lengths with Python ints, and the numbers of a call."""
-    scale, causal, window, softcap, _ = mask
+    dropout_p, scale, causal, window, softcap = numbers
     sides = tuple(-1 if side is None else side for side in window)
-    scores = scale, causal, sides, softcap
-    _, options = resolve_options(q, dropout_p, *scores, None, deterministic)
+    given = dropout_p, scale, causal, sides, softcap, None, deterministic
+    _, options = resolve_options(q, *given)
     return None if lengths is None else with_ints(lengths, same=False), options
 
 

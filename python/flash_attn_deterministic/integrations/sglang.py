@@ -22,14 +22,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from ..checks.tensors import FP8
+from ..checks.tensors import FP8, PAGE_MULTIPLE
 from ..errors import UnsupportedError
 from ..types import Lengths
 from .low_level import starts_of
 from .paged import PagedAttention
 
 NAME = "flash_attn_deterministic"
-_PAGE = 16  # page sizes of the kernels are multiples of this
 
 
 def register() -> None:
@@ -54,9 +53,9 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        if runner.page_size % _PAGE:
+        if runner.page_size % PAGE_MULTIPLE:
             raise UnsupportedError(
-                f"--page-size: expected a multiple of {_PAGE}, got {runner.page_size}; "
+                f"--page-size: expected a multiple of {PAGE_MULTIPLE}, got {runner.page_size}; "
                 "--page-size 64, for instance"
             )
         if getattr(runner, "use_mla_backend", False):

@@ -89,16 +89,15 @@ def forward(
         aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15; so for the others here.
     """
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
-    window = (window_size_left, window_size_right)
-    mask = low_level.Mask(scale, is_causal, window, 0.0, alibi_slopes)
+    numbers = dropout_p, scale, is_causal, (window_size_left, window_size_right), 0.0
     _check_unsupported(return_debug_mask, unknown)
-    result = low_level.forward(query, key, value, mask, dropout_p, lengths)
-    rng_state = result.rng_state
+    inputs = query, key, value
+    out, softmax_lse, rng_state = low_level.forward(*inputs, numbers, lengths, alibi_slopes)
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     return (
-        _strided_like(result.out, query),
-        result.softmax_lse,
+        _strided_like(out, query),
+        softmax_lse,
         rng_state.view(torch.uint64),
         torch.zeros((), dtype=torch.uint64, device=query.device),
         query.new_empty(0),
@@ -142,18 +141,9 @@ def backward(
     """
     _check_unsupported(False, unknown)
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
-    mask = low_level.Mask(scale, is_causal, (window_size_left, window_size_right))
-    seed = rng_state.view(torch.int64) if dropout_p > 0 else None
-    dq, dk, dv = low_level.backward(
-        grad_out,
-        query,
-        key,
-        value,
-        low_level.Forward(out, logsumexp, seed),
-        mask,
-        dropout_p,
-        lengths,
-    )
+    numbers = dropout_p, scale, is_causal, (window_size_left, window_size_right), 0.0
+    result = out, logsumexp, rng_state.view(torch.int64) if dropout_p > 0 else None
+    dq, dk, dv = low_level.backward(grad_out, query, key, value, result, numbers, lengths)
     return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
 
 

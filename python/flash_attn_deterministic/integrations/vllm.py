@@ -28,14 +28,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..checks.tensors import FP8
+from ..checks.tensors import FP8, MAX_HEAD_DIM, PAGE_MULTIPLE
 from ..environment import REPAIR_VLLM_NORM, read_flag
 from ..errors import UnsupportedError
 from ..types import Lengths
 from .paged import PagedAttention
 
 NAME = "FLASH_ATTN_DETERMINISTIC"
-_PAGE = 16  # page sizes of the kernels are multiples of this
 _FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's names of float8_e4m3fn; it stores the bytes as uint8
 
 
@@ -107,7 +106,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Returns the page sizes that the kernels support."""
-        return [MultipleOf(_PAGE)]
+        return [MultipleOf(PAGE_MULTIPLE)]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -132,7 +131,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Returns whether the kernels support a head dim; a call raises if the wheel lacks it."""
-        return head_size % 8 == 0 and head_size <= 256
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -18,7 +18,7 @@ from ..ops.autograd import run
 from ..private import C
 from ..schemas import WITHOUT_BACKWARD, argument_names, forward_call, parts_of
 from ..types import Call, Inputs, Lengths, Options
-from .descale import Descale, check_descales, scaled
+from .descale import Descale, scaled, with_scaled_query
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
@@ -94,11 +94,8 @@ def attend(
     prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max, seeds)
     inputs, lengths, head_dim, options, call = prepared
     k_descale, v_descale = descales
-    nheads_k, starts = 0, None
     if k_descale is not None or v_descale is not None:
-        check_descales(call, k_descale, v_descale)
-        nheads_k, starts = inputs[1].shape[-2], call[1][3]
-        call = call[0], (scaled(call[1][0], k_descale, nheads_k, starts), *call[1][1:])
+        call = with_scaled_query(call, k_descale, v_descale)
     try:
         head_dim_v = inputs[-1].shape[-1]
     except (AttributeError, IndexError, RuntimeError):
@@ -111,7 +108,7 @@ def attend(
     if head_dim_v % 8:
         out = out[..., :head_dim_v]
     if v_descale is not None:
-        out = scaled(out, v_descale, nheads_k, starts)
+        out = scaled(out, v_descale, call)
     if not with_probs:
         return (out, max_logits(results[2], lengths)) if with_max else out
     softmax_lse = results[1]

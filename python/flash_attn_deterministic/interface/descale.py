@@ -14,8 +14,8 @@ import torch
 
 from ..checks.numbers import as_float
 from ..checks.ops import validate
-from ..checks.tensors import FP8, check_device, check_tensor, is_fp8
-from ..errors import ArgumentError, DtypeError
+from ..checks.tensors import FP8, check_device, check_dtype, check_tensor, is_fp8
+from ..errors import ArgumentError
 from ..schemas import argument_names
 from ..types import Call
 
@@ -27,13 +27,17 @@ def check_descales(call: Call, k_descale: Any, v_descale: Any) -> None:
     if k_descale is None and v_descale is None:
         return
     validate(*call)  # with the caller's tensors, and before their shapes are used
-    given = dict(zip(argument_names(call[0]), call[1], strict=False))
-    q, starts = given["q"], given.get("cu_seqlens_q")
-    cache = given["k_cache"] if "k_cache" in given else given["k"]
-    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    cache, starts = _cache_and_starts(call)
+    batch = call[1][0].shape[0] if starts is None else starts.shape[0] - 1
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if descale is not None:
             _check(name, descale, cache, (batch, cache.shape[-2]))
+
+
+def _cache_and_starts(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the keys of a call, and where its packed sequences of queries begin."""
+    given = dict(zip(argument_names(call[0]), call[1], strict=False))
+    return given["k_cache"] if "k_cache" in given else given["k"], given.get("cu_seqlens_q")
 
 
 def _check(name: str, descale: Any, cache: torch.Tensor, shape: tuple[int, int]) -> None:
@@ -48,11 +52,7 @@ def _check(name: str, descale: Any, cache: torch.Tensor, shape: tuple[int, int])
             raise ArgumentError(f"{name}: expected a finite number of float32, got {number}")
         return
     check_tensor(name, descale)
-    if descale.dtype != torch.float32:
-        raise DtypeError(
-            f"{name}: expected dtype torch.float32, got {descale.dtype}; convert it with "
-            f"{name}.float()"
-        )
+    check_dtype(name, descale, torch.float32, "float()")
     # Not `in`: torch.compile finds no equal shapes there if a size is symbolic.
     if not any(descale.shape == one for one in ((), (1,), shape[1:], shape)):
         raise ArgumentError(
@@ -62,22 +62,17 @@ def _check(name: str, descale: Any, cache: torch.Tensor, shape: tuple[int, int])
     check_device(name, descale, cache.device)
 
 
-def scaled(
-    rows: torch.Tensor,
-    descale: Descale,
-    nheads_k: int,
-    cu_seqlens_q: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns rows times the scale of their sequence and KV head.
+def with_scaled_query(call: Call, k_descale: Descale, v_descale: Descale) -> Call:
+    """Returns a call with q times k_descale; checks both scales."""
+    check_descales(call, k_descale, v_descale)
+    op, (q, *others) = call
+    return op, (q if k_descale is None else scaled(q, k_descale, call), *others)
 
-    Args:
-        rows: (batch, seqlen_q, nheads, head_dim); with cu_seqlens_q (total_q, nheads, head_dim).
-        descale: (batch, nheads_k), (nheads_k,) or (), float32, or a number; None: 1.
-        nheads_k: KV heads.
-        cu_seqlens_q: where packed sequences begin.
-    """
-    if descale is None:
-        return rows
+
+def scaled(rows: torch.Tensor, descale: float | torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns rows of queries of a call times the scale of their sequence and KV head."""
+    keys, cu_seqlens_q = _cache_and_starts(call)
+    nheads_k = keys.shape[-2]
     if not isinstance(descale, torch.Tensor):
         number = as_float("descale", descale)
         descale = torch.full((), number, dtype=torch.float32, device=rows.device)

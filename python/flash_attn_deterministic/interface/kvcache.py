@@ -14,7 +14,7 @@ from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
 from .call import WithLse, as_sink, completed, resolve_options, typed
-from .descale import check_descales, scaled
+from .descale import scaled, with_scaled_query
 
 
 @typed
@@ -128,9 +128,8 @@ def flash_attn_with_kvcache(
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
     head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes, learnable_sink)
     if k_descale is not None or v_descale is not None:
-        check_descales(call, k_descale, v_descale)
         with torch.no_grad():
-            call = call[0], (scaled(call[1][0], k_descale, k_cache.shape[2]), *call[1][1:])
+            call = with_scaled_query(call, k_descale, v_descale)
     try:
         head_dim_v = v_cache.shape[-1]
     except (AttributeError, IndexError, RuntimeError):
@@ -154,7 +153,7 @@ def flash_attn_with_kvcache(
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)
     if v_descale is not None:
-        out = scaled(out, v_descale, v_cache.shape[2])
+        out = scaled(out, v_descale, call)
     return (out, softmax_lse) if with_lse else out
 
 

@@ -44,10 +44,6 @@ def test_parse_types_every_field() -> None:
     assert info.bits_version == 3
 
 
-def test_old_record_without_a_bits_version() -> None:
-    assert parse({n: v for n, v in RECORD.items() if n != "bits_version"}).bits_version == 0
-
-
 @pytest.mark.parametrize(
     ("head_dim", "kernel_head_dim"), [(1, 64), (64, 64), (65, 128), (72, 128), (128, 128)]
 )
@@ -62,7 +58,7 @@ def test_head_dim_without_a_tile_is_an_error() -> None:
         parse(RECORD).kernel_head_dim(129)
 
 
-@pytest.mark.parametrize("field", sorted(RECORD.keys() - {"schema", "bits_version"}))
+@pytest.mark.parametrize("field", sorted(RECORD.keys() - {"schema"}))
 def test_missing_field_is_named(field: str) -> None:
     record = {key: value for key, value in RECORD.items() if key != field}
     with pytest.raises(BuildInfoError, match=field):
@@ -80,12 +76,6 @@ def test_field_of_a_wrong_type_is_an_error() -> None:
     record["tiles"]["wide"] = record["tiles"]["64"]
     with pytest.raises(BuildInfoError, match="wide"):
         parse(record)
-
-
-@pytest.mark.parametrize("sources", [None, "cc", ["cpp"]], ids=["none", "str", "list"])
-def test_sources_of_a_wrong_type_are_an_error(sources: object) -> None:
-    with pytest.raises(BuildInfoError, match="missing or wrong field"):
-        parse({**RECORD, "sources": sources})
 
 
 def test_error_of_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

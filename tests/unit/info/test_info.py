@@ -30,13 +30,6 @@ def test_driver_floor(toolkit: str, floor: int | None) -> None:
     assert info.driver_floor(toolkit) == floor
 
 
-def installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("flash-attn-deterministic")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -49,19 +42,10 @@ def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collects_the_wheels_own_record() -> None:
     collected = info.collect()
     built = build_info()
-    assert collected.version == (installed_version() or "")
     assert collected.upstream == built.upstream
     assert collected.architectures == built.architectures
     assert collected.torch_floor == built.torch_target
     assert collected.torch_version == torch.__version__
-    held = {
-        (direction, dtype, head_dim)
-        for direction, dtypes in collected.instances.items()
-        for dtype, head_dims in dtypes.items()
-        for head_dim in head_dims
-    }
-    every_gpu = {(i.direction, i.dtype, i.head_dim) for i in built.instances if i.family == "sm80"}
-    assert {kernel for kernel in held if " " not in kernel[0]} == every_gpu
 
 
 @pytest.fixture

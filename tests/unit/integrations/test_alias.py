@@ -12,17 +12,7 @@ from types import ModuleType
 
 import flash_attn_deterministic as package
 import pytest
-from flash_attn_deterministic import as_flash_attn
-
-NAMES = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+from flash_attn_deterministic import as_flash_attn, interface
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +41,12 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", interface.__all__)
 def test_the_alias_has_the_public_functions(name: str) -> None:
     with as_flash_attn():
         alias = importlib.import_module("flash_attn")
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-    assert getattr(interface, name) is getattr(alias, name) is getattr(package, name)
+        module = importlib.import_module("flash_attn.flash_attn_interface")
+    assert getattr(module, name) is getattr(alias, name) is getattr(package, name)
 
 
 def test_every_form_of_import() -> None:

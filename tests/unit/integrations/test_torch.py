@@ -262,7 +262,6 @@ def test_unsupported_arguments_are_refused() -> None:
 def test_scores_without_a_window() -> None:
     q = normal(1, 4, 2, 32)
     for window, same in ((None, -1), (-1, -1)), ((3, None), (3, 0)):
-        mask = low_level.Mask(1.0, same[1] == 0, window)
-        out, *_ = low_level.forward(q, q, q, mask)
-        other, *_ = low_level.forward(q, q, q, low_level.Mask(1.0, False, same))
+        out, *_ = low_level.forward(q, q, q, (0.0, 1.0, same[1] == 0, window, 0.0))
+        other, *_ = low_level.forward(q, q, q, (0.0, 1.0, False, same, 0.0))
         assert bits_equal(out, other)

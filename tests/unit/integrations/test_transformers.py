@@ -44,32 +44,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
         "first_k_dense_replace": 2,  # no experts, whose choice can flip
     },
+    "GptOss": {  # smaller: windows in every second layer, 8 query heads to a KV head
+        **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64},
+        "sliding_window": 16,
+        **{"num_local_experts": 2, "num_experts_per_tok": 2},  # all: no choice of them can flip
+    },
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-# In the shape of gpt-oss, smaller: windows in every second layer, 8 query heads to a KV head.
-GPT_OSS = {
-    **SIZES,
-    **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 16},
-    **{"num_local_experts": 2, "num_experts_per_tok": 2},  # all: no choice of them can flip
-}
-
-
-def make_model(family: str, **options: Any) -> Any:
+def make_model(family: str) -> Any:
     torch.manual_seed(0)
-    if family == "GptOss":
-        config = transformers.GptOssConfig(**GPT_OSS)
-        model = transformers.GptOssForCausalLM._from_config(
-            config, attn_implementation=NAME, dtype=torch.bfloat16
-        ).eval()
-        for one in model.model.layers:
-            torch.nn.init.normal_(one.self_attn.sinks, 1.0, 2.0)
-        return model
-    sizes = {**SIZES, **FAMILIES[family], **options}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")
-    return model._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 1.0, 2.0)
+    return model
 
 
 def tokens(batch: int, seqlen: int) -> torch.Tensor:
@@ -96,7 +88,7 @@ def compare_with_eager(model: Any, run: Any) -> None:
     assert not torch.equal(results, expected)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "GptOss"])
+@families
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 @torch.no_grad()
 def test_padded_batches_agree_with_eager(family: str, side: str) -> None:
@@ -165,7 +157,7 @@ def test_a_static_cache_without_a_mask_sees_its_tokens_only() -> None:
     torch.testing.assert_close(torch.cat([first, second], 1), expected, atol=0.02, rtol=0.05)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "GptOss"])
+@families
 def test_gradients_agree_with_eager(family: str) -> None:
     model, ids, mask = make_model(family), tokens(3, 24), padding("right")
 

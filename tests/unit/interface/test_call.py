@@ -12,11 +12,10 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import CALLS, Call, normal, qkv_call
+from calls import CALLS, Call, Recorder, normal, qkv_call
 from flash_attn_deterministic import interface, private
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.ops import autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 names = pytest.mark.parametrize("name", CALLS)
 
@@ -70,32 +69,22 @@ def test_wrong_call_with_dropout_draws_no_seed() -> None:
 # --- The way to the op --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def by_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Sends calls through torch's dispatcher, where torch.library's autograd kernel runs."""
-
-    def switch() -> None:
-        monkeypatch.setattr(autograd, "is_observed", lambda tensors: True)
-
-    return switch
-
-
 @pytest.mark.parametrize("head_dim", [32, 20])
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_gradients_equal_those_of_the_dispatcher(
-    name: str, head_dim: int, by_dispatcher: Callable[[], None]
+    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There torch.library's autograd kernel runs."""
+
     def gradients() -> tuple[torch.Tensor, ...]:
         call = CALLS[name](head_dim)
-        leaves = [call.arguments[n].requires_grad_() for n in "qkv"]
-        out, softmax_lse, _ = call(return_attn_probs=True)
-        assert out.requires_grad
+        leaves = call.leaves()
+        out, softmax_lse, _ = call(**leaves, return_attn_probs=True)
         assert softmax_lse.requires_grad
-        out.sum().backward()
-        return (out.detach(), *(leaf.grad for leaf in leaves))
+        return (out.detach(), *torch.autograd.grad(out.sum(), list(leaves.values())))
 
     here = gradients()
-    by_dispatcher()
+    monkeypatch.setattr(autograd, "is_observed", lambda tensors: True)
     assert all(bits_equal(a, b) for a, b in zip(here, gradients(), strict=True))
 
 
@@ -103,11 +92,8 @@ def test_gradients_equal_those_of_the_dispatcher(
 @names
 def test_no_graph_is_recorded_without_gradients(name: str, mode: Callable[[], Any]) -> None:
     call = CALLS[name]()
-    for tensor in "qkv":
-        if call.arguments.get(tensor) is not None and name != "flash_attn_with_kvcache":
-            call.arguments[tensor].requires_grad_()
     with mode():
-        out = call()
+        out = call(**call.leaves())
     assert out.grad_fn is None
     assert not out.requires_grad
 
@@ -122,28 +108,11 @@ def test_write_to_a_saved_tensor_raises() -> None:
         out.sum().backward()
 
 
-class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts the package's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "flash_attn_deterministic":
-            self.ops.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_see_the_ops() -> None:
     call = qkv_call()
-    for name in "qkv":
-        call.arguments[name].requires_grad_()
-    with Counts() as counts:
-        call().sum().backward()
-    assert [name.split("::")[1] for name in counts.ops] == ["fwd", "bwd"]
+    with Recorder() as recorder:
+        call(**call.leaves()).sum().backward()
+    assert [name for name, _ in recorder.calls] == ["fwd", "bwd"]
 
 
 def test_subclasses_see_the_op() -> None:
@@ -167,7 +136,7 @@ def test_who_observes_a_call() -> None:
     q = torch.ones(2)
     assert not private.is_observed((q, torch.nn.Parameter(q), None))
     assert private.is_observed((q, q.as_subclass(type("Own", (torch.Tensor,), {}))))
-    with Counts():
+    with Recorder():
         assert private.is_observed((q,))
     with torch.overrides.TorchFunctionMode():
         assert private.is_observed((q,))

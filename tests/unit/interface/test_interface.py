@@ -13,11 +13,10 @@ from calls import (
     READ_ONLY,
     Call,
     Counted,
+    compiled,
     fresh,
     int32,
     kvcache_call,
-    qkv_call,
-    unpacked,
     varlen_call,
 )
 from flash_attn_deterministic import flash_attn_func, interface, reference
@@ -62,18 +61,9 @@ UPSTREAM: dict[str, dict[str, Any]] = {
         "block_table": None,
     },
     "flash_attn_with_kvcache": {
-        "q": EMPTY,
-        "k_cache": EMPTY,
-        "v_cache": EMPTY,
-        "k": None,
-        "v": None,
-        "rotary_cos": None,
-        "rotary_sin": None,
-        "cache_seqlens": None,
-        "cache_batch_idx": None,
-        "cache_leftpad": None,
-        "block_table": None,
-        "softmax_scale": None,
+        **dict.fromkeys(("q", "k_cache", "v_cache"), EMPTY),
+        **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"), None),
+        **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale"), None),
         "causal": False,
         "window_size": (-1, -1),
         "softcap": 0.0,
@@ -139,14 +129,7 @@ def test_inputs_are_not_changed() -> None:
     assert all(bits_equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
-def test_meta_tensors_give_shapes() -> None:
-    q, k, v = (x.to("meta") for x in make_inputs(2, 3, 5, head_dim=20))
-    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")
-    assert (softmax_lse.shape, softmax_lse.dtype) == ((2, 2, 3), torch.float32)
-
-
-# --- All functions ------------------------------------------------------------------------------
+# --- Caches ------------------------------------------------------------------------------------
 
 
 def _outputs(result: Any) -> tuple[torch.Tensor, ...]:
@@ -156,19 +139,6 @@ def _outputs(result: Any) -> tuple[torch.Tensor, ...]:
 def _assert_same(left: Any, right: Any) -> None:
     for a, b in zip(_outputs(left), _outputs(right), strict=True):
         assert bits_equal(a, b)
-
-
-@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-@pytest.mark.parametrize("name", [name for name in CALLS if "packed" in name])
-def test_packed_is_the_same_as_three_tensors(name: str, head_dim: int) -> None:
-    call = CALLS[name](head_dim)
-    options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
-    for dropout_p in (0.0, 0.3):
-        results = []
-        for one in (call, unpacked(call)):
-            torch.manual_seed(0)
-            results.append(one(**options, dropout_p=dropout_p))
-        _assert_same(*results)
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
@@ -223,12 +193,8 @@ def _changed(call: Call, **changes: Any) -> Call:
     return Call(call.function, {**call.arguments, **changes})
 
 
-# All sizes of a first call differ: torch.compile would treat equal ones as one size.
+# Dense calls: tests/unit/ops/test_autograd.py, with their gradients.
 LENGTHS_OF: dict[str, Callable[[], list[Call]]] = {
-    "dense": lambda: [
-        _changed(qkv_call(), **dict(zip("qkv", make_inputs(*sizes, 4, 2, 64), strict=True)))
-        for sizes in ((3, 5, 9), (7, 6, 70), (11, 130, 131))
-    ],
     "max_seqlen": lambda: [
         _changed(varlen_call(), max_seqlen_q=6 + longer, max_seqlen_k=11 + longer)
         for longer in (0, 3, 40)
@@ -240,11 +206,11 @@ LENGTHS_OF: dict[str, Callable[[], list[Call]]] = {
 @pytest.mark.parametrize("form", LENGTHS_OF)
 def test_compiles_once_for_all_lengths(form: str) -> None:
     calls = LENGTHS_OF[form]()
-    compiled = Counted(calls[0].function, dynamic=True)
+    once = Counted(calls[0].function, dynamic=True)
     counts = []
     for call in calls:
-        assert bits_equal(compiled(**fresh(call).arguments), call())
-        counts.append(compiled.count)
+        assert bits_equal(once(**fresh(call).arguments), call())
+        counts.append(once.count)
     assert counts[0] > 0
     assert counts == counts[:1] * 3
 
@@ -252,52 +218,43 @@ def test_compiles_once_for_all_lengths(form: str) -> None:
 @pytest.mark.usefixtures("dynamo")
 def test_errors_keep_their_type_under_compile() -> None:
     q, k, v = make_inputs()
-    compiled: Any = torch.compile(flash_attn_func, backend="eager")
+    function: Any = torch.compile(flash_attn_func, backend="eager")
     with pytest.raises(DtypeError, match=r"k: expected torch\.bfloat16, .*got torch\.float32"):
-        compiled(q, k.float(), v)
+        function(q, k.float(), v)
 
 
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-@pytest.mark.parametrize("name", CALLS)
-def test_each_function_compiles_without_a_graph_break(name: str, head_dim: int) -> None:
-    call = CALLS[name](head_dim)
-    eager, traced = fresh(call), fresh(call)
-    expected = eager(**call.lse())
-    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-    _assert_same(compiled(**traced.arguments, **call.lse()), expected)
-    for argument, value in eager.arguments.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, traced.arguments[argument]), argument
+CACHE = "flash_attn_with_kvcache"
 
 
-@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "head_dim", "options"),
     [
         pytest.param(
             "flash_attn_varlen_func",
+            32,
             {"seqused_k": int32(4, 2, 9), "leftpad_k": int32(1, 0, 3), "split_size": 64},
             id="varlen",
         ),
+        pytest.param(CACHE, 32, {}, id="aligned"),
+        pytest.param(CACHE, 20, {}, id="padded"),
+        pytest.param(CACHE, 32, {"cache_seqlens": 7}, id="int-length"),
         pytest.param(
-            "flash_attn_func",
-            {"window_size": (3, 2), "causal": False, "softcap": 2.0},
-            id="local-softcap",
-        ),
-        pytest.param("flash_attn_func", {"alibi_slopes": torch.ones(2, 4)}, id="alibi"),
-        pytest.param("flash_attn_with_kvcache", {"cache_seqlens": 7}, id="int-length"),
-        pytest.param(
-            "flash_attn_with_kvcache",
+            CACHE,
+            32,
             {"cache_leftpad": int32(1, 2), "rotary_interleaved": False, "num_splits": 3},
             id="leftpad",
         ),
-        pytest.param(
-            "flash_attn_with_kvcache", {"cache_batch_idx": int32(1, 0)}, id="cache-batch-idx"
-        ),
+        pytest.param(CACHE, 32, {"cache_batch_idx": int32(1, 0)}, id="cache-batch-idx"),
     ],
 )
-def test_options_compile_without_a_graph_break(name: str, options: dict[str, Any]) -> None:
-    eager, traced = CALLS[name](32), CALLS[name](32)
-    compiled = torch.compile(eager.function, fullgraph=True, backend="aot_eager")
-    _assert_same(compiled(**{**traced.arguments, **options}), eager(**options))
+def test_calls_without_a_backward_compile(
+    name: str, head_dim: int, options: dict[str, Any]
+) -> None:
+    """Without a graph break; others: test_compiled_gradients."""
+    eager, traced = CALLS[name](head_dim), CALLS[name](head_dim)
+    options = {**options, **eager.lse()}
+    function = compiled(eager.function)
+    _assert_same(function(**{**traced.arguments, **options}), eager(**options))
+    for argument, value in eager.arguments.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, traced.arguments[argument]), argument

@@ -189,4 +189,4 @@ def test_compiled_call_keeps_it() -> None:
 def test_low_level_forward_refuses_it() -> None:
     (q, k, v), _ = _inputs()
     with KEPT, pytest.raises(UnsupportedError, match=r"keep_residual: expected False .*, got True"):
-        low_level.forward(q, k, v, low_level.Mask(0.2))
+        low_level.forward(q, k, v, (0.0, 0.2, False, (-1, -1), 0.0))

@@ -53,17 +53,17 @@ def test_results_and_gradients_are_those_of_padded_tensors(
     call = narrow(make(head_dim), head_dim_v)
     results = []
     for one in (call, wide(call)):
-        leaves = [one.arguments[n].clone().requires_grad_() for n in "qkv"]
+        leaves = one.leaves()
         torch.manual_seed(5)
         with deterministic_mode(keep_residual=feature == "plain"):
             out, softmax_lse, _ = one(
-                **dict(zip("qkv", leaves, strict=True)),
+                **leaves,
                 **{**FEATURES[feature], **one.lse()},
                 split_size=64,
             )
         dout = padded(normal_like(out[..., :head_dim_v]), (0, out.shape[-1] - head_dim_v))
         dlse = normal_like(softmax_lse)
-        gradients = torch.autograd.grad((out, softmax_lse), leaves, (dout, dlse))
+        gradients = torch.autograd.grad((out, softmax_lse), list(leaves.values()), (dout, dlse))
         results.append((out, softmax_lse, *gradients))
     assert results[0][0].shape == (*call.arguments["q"].shape[:-1], head_dim_v)
     columns = (head_dim_v, None, head_dim, head_dim, head_dim_v)

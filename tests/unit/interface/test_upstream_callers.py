@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, fresh, normal, varlen_call
-from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
+from calls import CALLS, compiled, fresh, normal, varlen_call
+from flash_attn_deterministic import explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
 from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -34,22 +34,19 @@ def test_jit_trace(name: str, head_dim: int) -> None:
 VARLEN: Any = flash_attn_varlen_func
 
 
-def _longest_as_tensors(*args: torch.Tensor) -> torch.Tensor:
-    cu_q, cu_k = args[3:]
-    longest: tuple[Any, Any] = (cu_q.diff().max(), cu_k.diff().max())
-    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
-    return out
+def _attend(longest: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """Packed attention that finds the lengths of the longest sequences itself."""
+    return lambda *args: VARLEN(*args, *map(longest, args[3:]), causal=True)
 
 
-def _longest_as_ints(*args: torch.Tensor) -> torch.Tensor:
-    cu_q, cu_k = args[3:]
-    longest: tuple[Any, Any] = (cu_q.diff().max().item(), cu_k.diff().max().item())
-    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
-    return out
+def _longest(starts: torch.Tensor) -> torch.Tensor:
+    return starts.diff().max()
 
 
 LONGEST = pytest.mark.parametrize(
-    "function", [_longest_as_tensors, _longest_as_ints], ids=["tensor", "item"]
+    "function",
+    [_attend(_longest), _attend(lambda starts: _longest(starts).item())],
+    ids=["tensor", "item"],
 )
 
 
@@ -60,7 +57,6 @@ def _varlen_arguments() -> list[torch.Tensor]:
 
 @pytest.fixture
 def scalars_in_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         yield
 
@@ -71,8 +67,7 @@ def scalars_in_graphs() -> Iterator[None]:
 def test_lengths_that_a_graph_computes(function: Any, requires_grad: bool) -> None:
     arguments = _varlen_arguments()
     arguments[0].requires_grad_(requires_grad)
-    compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
-    out = compiled(*arguments)
+    out = compiled(function)(*arguments)
     expected = varlen_call()(q=arguments[0])
     assert bits_equal(out, expected)
     if requires_grad:
@@ -86,12 +81,12 @@ def test_length_of_a_cache_that_a_graph_computes() -> None:
         return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length.item())  # type: ignore[arg-type]
 
     q, cache = normal(2, 3, 4, 32), normal(2, 20, 2, 32)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    traced = compiled(function)
     for length in (7, 20):
         expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-        assert bits_equal(compiled(torch.tensor(length), q, cache), expected)
+        assert bits_equal(traced(torch.tensor(length), q, cache), expected)
     with pytest.raises(RuntimeError):
-        compiled(torch.tensor(21), q, cache)
+        traced(torch.tensor(21), q, cache)
 
 
 class Module(torch.nn.Module):
@@ -142,89 +137,14 @@ ARGUMENTS = [
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_messages_hold_no_values_of_tensors(argument: str) -> None:
-    q = normal(1, 4, 2, 32)
-    options: Any = {argument: torch.full((50, 3), 1234.5)}
-    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
-        flash_attn_func(q, q, q, **options)
-    assert "1234" not in str(caught.value)
-    assert "(50, 3)" in str(caught.value)
-    options = {argument: [torch.full((50, 3), 1234.5)] * 2}
-    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
-        flash_attn_func(q, q, q, **options)
-    assert "1234" not in str(caught.value)
-    options = {argument: torch.nested.nested_tensor([torch.full((2, 3), 1234.5)])}
-    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
-        flash_attn_func(q, q, q, **options)
-    assert "1234" not in str(caught.value)
-    functions: Any = (torch.full((50, 3), 1234.5),)
+    q, values = normal(1, 4, 2, 32), torch.full((50, 3), 1234.5)
+    wrong: list[Any] = [values, [values] * 2, torch.nested.nested_tensor([values[:2]])]
+    for value in wrong:
+        options = {argument: value}
+        with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
+            flash_attn_func(q, q, q, **options)
+        assert "1234" not in str(caught.value)
+        assert value is not values or "(50, 3)" in str(caught.value)
+    functions: Any = (values,)
     with pytest.raises(ArgumentError, match=r"got \(a tensor of dtype torch.float32 and shape"):
         explain(functions)
-
-
-# --- transformers -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of transformers' flash attention, run on this package."""
-    transformers = pytest.importorskip("transformers")
-    from transformers import modeling_flash_attention_utils as utils
-    from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.masking_utils import flash_attention_mask
-
-    name = "flash_attn_deterministic_test"
-    ours = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
-    helpers = (utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: (*ours, *helpers))
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
-    transformers.AttentionInterface.register(name, flash_attention_forward)
-    transformers.AttentionMaskInterface.register(name, flash_attention_mask)
-    return name
-
-
-def _model(attention: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.set_attn_implementation(attention)
-    return model
-
-
-BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("bwd", {}),
-    "padded": ("varlen_bwd", {"attention_mask": torch.tensor([[1] * 12 + [0] * 4])}),
-    "packed": ("varlen_bwd", {"position_ids": torch.tensor([[*range(6), *range(10)]])}),
-}
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_transformers_trains_in_the_mode(
-    batch: str, enabled: bool, in_transformers: str, backward_calls: list[tuple[str, bool]]
-) -> None:
-    """It passes deterministic=False in every call, and max_seqlen of packed ones as tensors."""
-    model = _model(in_transformers)
-    op, options = BATCHES[batch]
-    ids = torch.arange(16)[None]
-    with deterministic_mode(enabled):
-        loss = model(ids, labels=ids, **options, use_cache=False).loss
-    loss.backward()
-    assert backward_calls == [(op, enabled)]
-
-
-def test_transformers_can_request_determinism(
-    in_transformers: str, backward_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    ids = torch.arange(16)[None]
-    with deterministic_mode(False):
-        model = _model(in_transformers)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-    assert backward_calls == [("bwd", True)]

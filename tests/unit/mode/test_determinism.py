@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from calls import CALLS, DIFFERENTIABLE, qkv_call
+from calls import CALLS, DIFFERENTIABLE, compiled, qkv_call
 from flash_attn_deterministic import deterministic_mode, flash_attn_func
 from flash_attn_deterministic import mode as current
 from flash_attn_deterministic.errors import (
@@ -24,22 +25,21 @@ from flash_attn_deterministic.ops.autograd import alert_atomics
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
+@contextlib.contextmanager
+def deterministic_only(warn_only: bool = False) -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True) in a block."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def only_deterministic() -> Iterator[None]:
-    """torch.use_deterministic_algorithms(True) for one test."""
-    yield from _deterministic_only(warn_only=False)
-
-
-@pytest.fixture
-def warn_only() -> Iterator[None]:
-    """The same with warn_only=True."""
-    yield from _deterministic_only(warn_only=True)
-
-
-def _deterministic_only(warn_only: bool) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    yield
-    torch.use_deterministic_algorithms(False)
+    """The same for one test."""
+    with deterministic_only():
+        yield
 
 
 @pytest.fixture
@@ -73,11 +73,8 @@ def test_options_that_were_found_before_the_setting_do_not_count() -> None:
 
     with deterministic_mode(False):
         assert not backward_flag()
-        torch.use_deterministic_algorithms(True)
-        try:
+        with deterministic_only():
             assert backward_flag()
-        finally:
-            torch.use_deterministic_algorithms(False)
     assert leaf.requires_grad
 
 
@@ -112,38 +109,34 @@ def test_torch_refuses_atomics() -> None:
     assert issubclass(NotDeterministicError, RuntimeError)  # what torch raises
 
 
-@pytest.mark.usefixtures("warn_only")
 def test_torch_warns_of_atomics() -> None:
-    with pytest.warns(UserWarning, match=r"does not have a deterministic .*warn_only=True"):
-        alert_atomics(CUDA)
-    alert_atomics(CPU)
+    with deterministic_only(warn_only=True):
+        with pytest.warns(UserWarning, match=r"does not have a deterministic .*warn_only=True"):
+            alert_atomics(CUDA)
+        alert_atomics(CPU)
 
 
 @pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_backward_checks_the_setting_of_torch(name: str) -> None:
     call = CALLS[name](32)
-    leaf_name = "qkv" if "qkv" in call.arguments else "q"
-    leaf = call.arguments[leaf_name].clone().requires_grad_()
+    leaves = call.leaves()
     # Forwards never add atomically.
-    out = call(**{leaf_name: leaf}, deterministic="never")
+    out = call(**leaves, deterministic="never")
     with pytest.raises(NotDeterministicError):
         out.sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(**{leaf_name: leaf}, deterministic=True).sum().backward()
-        call(**{leaf_name: leaf}).sum().backward()
-        call(**{leaf_name: leaf}, deterministic=False).sum().backward()
+        call(**leaves, deterministic=True).sum().backward()
+        call(**leaves).sum().backward()
+        call(**leaves, deterministic=False).sum().backward()
 
 
 @pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
 def test_compiled_backward_checks_the_setting_of_torch() -> None:
-    torch._dynamo.reset()
     call = qkv_call()
-    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-    leaf = call.arguments["q"].clone().requires_grad_()
-    arguments = {**call.arguments, "q": leaf}
-    compiled(**arguments).sum().backward()
-    assert leaf.grad is not None
+    function, arguments = compiled(call.function), {**call.arguments, **call.leaves()}
+    function(**arguments).sum().backward()
+    assert arguments["q"].grad is not None
     with pytest.raises(Exception, match="does not have a deterministic implementation"):
-        compiled(**arguments, deterministic="never").sum().backward()
+        function(**arguments, deterministic="never").sum().backward()

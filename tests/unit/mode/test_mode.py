@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bits import bits_equal
-from calls import Counted, normal
+from calls import Counted, compiled, normal
 from flash_attn_deterministic import (
     Mode,
     deterministic_mode,
@@ -24,8 +23,6 @@ from flash_attn_deterministic import (
     set_deterministic_mode,
 )
 from flash_attn_deterministic import mode as current
-from flash_attn_deterministic.build_info import build_info
-from flash_attn_deterministic.checks import numbers
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -41,6 +38,7 @@ def default_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(current, "_process_mode", Mode(True, 2048))
     yield
     assert current._thread.box.mode is None
+    assert private.get_state(current._KEY) is None
 
 
 def in_thread(function: Any) -> Any:
@@ -104,26 +102,6 @@ def test_decorator() -> None:
     assert get_deterministic_mode().split_size == 2048
 
 
-def test_threads_are_independent() -> None:
-    barrier = threading.Barrier(8)
-    wrong: list[int] = []
-
-    def run(split_size: int) -> None:
-        for _ in range(200):
-            with deterministic_mode(split_size=split_size):
-                barrier.wait()
-                if get_deterministic_mode().split_size != split_size:
-                    wrong.append(split_size)
-                barrier.wait()
-
-    threads = [threading.Thread(target=run, args=(64 * (i + 1),)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def test_blocks_left_in_any_order() -> None:
     """As generators and tasks leave them whose blocks span a yield or an await."""
     blocks = {size: deterministic_mode(split_size=size) for size in (64, 128, 192)}
@@ -133,31 +111,11 @@ def test_blocks_left_in_any_order() -> None:
         blocks[leave].__exit__()
         assert get_deterministic_mode().split_size == then
         assert current._mode_of_backward() in (Mode(True, then), None)
-    assert private.get_state(current._KEY) is None
 
 
 def _holder(split_size: int) -> Iterator[int]:
     with deterministic_mode(split_size=split_size):
         yield get_deterministic_mode().split_size
-
-
-def test_generator_collected_by_another_thread() -> None:
-    def hold() -> None:
-        held = _holder(64)
-        assert next(held) == 64
-        cycle: list[Any] = [held]
-        cycle.append(cycle)
-
-    with deterministic_mode(split_size=128):
-        gc.disable()  # or it might happen in this thread
-        try:
-            hold()
-            assert get_deterministic_mode().split_size == 64
-            in_thread(gc.collect)
-        finally:
-            gc.enable()
-        assert get_deterministic_mode().split_size == 128
-    assert get_deterministic_mode() == Mode(True, 2048)
 
 
 def test_another_thread_ends_a_block_inside_its_own() -> None:
@@ -238,18 +196,6 @@ class _AsyncCall:
         await asyncio.sleep(0)
 
 
-class _PartialCall:
-    __call__ = staticmethod(functools.partial(_coroutine))  # Python 3.14 binds a bare partial
-
-
-class _GeneratorCall:
-    def __call__(self) -> Iterator[int]:
-        yield 0
-
-    def method(self) -> Iterator[int]:
-        yield 0
-
-
 def test_objects_that_can_be_decorated() -> None:
     class Call:
         def __call__(self, x: int) -> tuple[int, int]:
@@ -270,15 +216,7 @@ def test_objects_that_can_be_decorated() -> None:
         pytest.param(_coroutine, "a coroutine function", id="coroutine"),
         pytest.param(_generator, "a generator function", id="generator"),
         pytest.param(_async_generator, "an async generator function", id="async-generator"),
-        pytest.param(functools.partial(_generator), "a generator function", id="partial"),
-        pytest.param(_GeneratorCall().method, "a generator function", id="method"),
         pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
-        pytest.param(Mode, r"the class [\w.]*Mode; decorate its methods", id="tuple-class"),
-        pytest.param(
-            classmethod(_generator),  # type: ignore[arg-type]
-            "classmethod, which can't be called",
-            id="no-call",
-        ),
         pytest.param(512, "int, which can't be called", id="number"),
     ],
 )
@@ -293,11 +231,6 @@ def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
         pytest.param(lambda: _generator(), "generator", id="generator"),
         pytest.param(lambda: _async_generator(), "async_generator", id="async-generator"),
         pytest.param(lambda: _coroutine(), "coroutine", id="coroutine"),
-        pytest.param(_AsyncCall(), "coroutine", id="async-call"),
-        pytest.param(_GeneratorCall(), "generator", id="generator-call"),
-        pytest.param(_PartialCall(), "coroutine", id="partial-call"),
-        pytest.param(functools.lru_cache(_coroutine), "coroutine", id="cache"),
-        pytest.param(staticmethod(_generator), "generator", id="staticmethod"),
     ],
 )
 def test_functions_that_return_a_coroutine_or_generator(function: Any, kind: str) -> None:
@@ -358,10 +291,6 @@ def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.Monke
     use(enabled=False)
 
 
-def test_every_kernel_takes_as_many_keys() -> None:
-    assert {tile.block_n for tile in build_info().tiles.values()} == {numbers.KEYS_PER_BLOCK}
-
-
 # --- Environment --------------------------------------------------------------------------------
 
 
@@ -396,7 +325,6 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
             {"FA2_DETERMINISTIC": "maybe"}, "FA2_DETERMINISTIC: expected .* got 'maybe'", id="flag"
         ),
         pytest.param({"FA2_SPLIT_SIZE": "big"}, "FA2_SPLIT_SIZE: .* got 'big'", id="no-number"),
-        pytest.param({"FA2_SPLIT_SIZE": "-64"}, "FA2_SPLIT_SIZE: .* got '-64'", id="negative"),
         pytest.param(
             {"FA2_SPLIT_SIZE": "536870976"},
             r"FA2_SPLIT_SIZE: expected .* up to 2\*\*29, .* got 536870976",
@@ -412,9 +340,6 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
             {"FA2_SPLIT_SIZE": "1" * 5000},
             r"FA2_SPLIT_SIZE: .* got '1+\.\.\.1+';",
             id="5000-digits",
-        ),
-        pytest.param(
-            {"FA2_DETERMINISTIC": "x" * 5000}, r"FA2_DETERMINISTIC: .* got 'x+\.\.\.x+'", id="long"
         ),
         pytest.param(
             {"FLASH_ATTENTION_FAMILY": "hopper"},
@@ -597,15 +522,14 @@ def test_block_inside_a_compiled_function() -> None:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         before = flash_attn_func(q, k, v)
-        with deterministic_mode(split_size=128):
+        with deterministic_mode(enabled=False), deterministic_mode(split_size=128):
             inside = flash_attn_func(q, k, v)
         return before, inside, flash_attn_func(q, k, v)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(thrice, fullgraph=True, backend="aot_eager")
+    function = compiled(thrice)
     for around in (2048, 64):
         with deterministic_mode(split_size=around):
-            outs = compiled(*long_call())
+            outs = function(*long_call())
             assert get_deterministic_mode().split_size == around
         for out, split_size in zip(outs, (around, 128, around), strict=True):
             assert bits_equal(out, expected(split_size))
@@ -613,20 +537,19 @@ def test_block_inside_a_compiled_function() -> None:
 
 def test_compiled_function_that_is_decorated() -> None:
     """functools.wraps copies the attributes by which torch recognises a compiled function."""
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
-    decorated = deterministic_mode(split_size=128)(compiled)
+    function = compiled(flash_attn_func)
+    decorated = deterministic_mode(split_size=128)(function)
 
     def calls_it(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return decorated(q, k, v)  # type: ignore[no-any-return]
 
-    for function in (
+    for inside in (
         decorated,
         torch.compile(decorated, backend="eager"),
         torch.compile(calls_it, backend="eager"),
     ):
-        assert bits_equal(function(*long_call()), expected(128))
-    assert bits_equal(compiled(*long_call()), expected(2048))
+        assert bits_equal(inside(*long_call()), expected(128))
+    assert bits_equal(function(*long_call()), expected(2048))
 
 
 def test_mode_set_by_a_compiled_function() -> None:
@@ -638,14 +561,13 @@ def test_mode_set_by_a_compiled_function() -> None:
     assert get_deterministic_mode() == Mode(True, 64)
 
 
-@pytest.mark.parametrize("split_size", [100, -64, 2**29 + 64])
-def test_compiled_function_cannot_set_a_wrong_mode(split_size: int) -> None:
+def test_compiled_function_cannot_set_a_wrong_mode() -> None:
     def set_and_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        set_deterministic_mode(split_size=split_size)
+        set_deterministic_mode(split_size=100)
         return flash_attn_func(q, k, v)
 
     torch._dynamo.reset()
-    with pytest.raises(ArgumentError, match=f"split_size: .* got {split_size}"):
+    with pytest.raises(ArgumentError, match=r"split_size: .* got 100"):
         torch.compile(set_and_call, backend="aot_eager")(*long_call())
     assert get_deterministic_mode() == Mode(True, 2048)
 
@@ -658,25 +580,11 @@ def test_compiled_function_does_not_depend_on_how_blocks_nest() -> None:
             counted.check(64, 1)
 
 
-def test_block_in_a_compiled_function_nests_in_any_mode() -> None:
-    @deterministic_mode(split_size=128)
-    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with deterministic_mode(enabled=False), deterministic_mode(split_size=64):
-            pass
-        return flash_attn_func(q, k, v)
-
-    counted = Checked(inside)
-    counted.check(128, 1)
-    with deterministic_mode(split_size=64):
-        counted.check(128, counted.count + 1)
-        assert get_deterministic_mode() == Mode(True, 64)
-
-
 def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:
     """With fullgraph torch reports what is raised while it traces as an error of its own."""
     message = "got 100; the nearest valid: 64 and 128"
     for fullgraph, error in ((False, ArgumentError), (True, torch._dynamo.exc.Unsupported)):
         torch._dynamo.reset()
-        compiled: Any = torch.compile(flash_attn_func, fullgraph=fullgraph, backend="aot_eager")
+        function: Any = torch.compile(flash_attn_func, fullgraph=fullgraph, backend="aot_eager")
         with pytest.raises(error, match=message):
-            compiled(*long_call(), split_size=100)
+            function(*long_call(), split_size=100)

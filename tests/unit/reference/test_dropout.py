@@ -12,9 +12,10 @@ import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
-from calls import CALLS, DIFFERENTIABLE, int32, paged_call, varlen_call
+from calls import CALLS, DIFFERENTIABLE, compiled, int32, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.errors import FlashAttnError
+from flash_attn_deterministic.interface.call import draw_rng_state
 from flash_attn_deterministic.reference import attention
 from flash_attn_deterministic.reference.dropout import (
     keep_mask,
@@ -80,12 +81,6 @@ def test_mask_is_its_definition(state: str) -> None:
         assert bool(mask[x, y, z, w]) == (_scalar_byte(seed, offset, b, h, i, j) <= limit)
 
 
-def test_mask_knows_nothing_else() -> None:
-    whole = _mask(sequences=(0, 1, 2), heads=(0, 1, 2, 3), rows=(0, 50), keys=(0, 100))
-    part = _mask(sequences=(2,), heads=(1, 3), rows=(7, 20), keys=(33, 64))
-    assert torch.equal(whole[2:, 1::2, 7:20, 33:64], part)
-
-
 @pytest.mark.parametrize(
     ("rows", "keys"),
     [((0, 0), (0, 5)), ((3, 3), (0, 5)), ((0, 5), (0, 0))],
@@ -94,34 +89,6 @@ def test_mask_knows_nothing_else() -> None:
 def test_empty_mask(rows: tuple[int, int], keys: tuple[int, int]) -> None:
     shape = (1, 1, rows[1] - rows[0], keys[1] - keys[0])
     assert _mask(rows=rows, keys=keys).shape == shape
-
-
-def test_state_decides() -> None:
-    masks = [_mask(), _mask(seed=7), _mask(offset=100), _mask(sequences=(1,)), _mask(heads=(1,))]
-    for left, right in itertools.combinations(masks, 2):
-        assert 0.3 < (left == right).float().mean() < 0.7
-
-
-@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.25, 0.5, 0.9, 0.999])
-def test_share_that_is_kept(dropout_p: float) -> None:
-    mask = _mask(1, 2, dropout_p, (0, 1), tuple(range(8)), (0, 256), (0, 256)).double()
-    share = (largest_kept_byte(dropout_p) + 1) / 256
-    assert abs(share - (1 - dropout_p)) <= 1 / 128
-    deviation = math.sqrt(share * (1 - share))
-    assert abs(mask.mean().item() - share) < 5 * deviation / math.sqrt(mask.numel())
-    # Rows, keys and heads are as good as each other.
-    for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
-        means = mask.mean(dims)
-        count = mask.numel() / means.numel()
-        assert (means - share).abs().max() < 6 * deviation / math.sqrt(count)
-
-
-def test_neighbours_are_independent() -> None:
-    mask = _mask(3, 4, 0.5, (0,), (0, 1, 2, 3), (0, 256), (0, 256)).double() - 0.5
-    for shift, dim in itertools.product((1, 2, 8, 16, 32), (2, 3)):
-        length = mask.shape[dim] - shift
-        product = mask.narrow(dim, 0, length) * mask.narrow(dim, shift, length)
-        assert abs(product.mean().item()) < 5 * 0.25 / math.sqrt(product.numel())
 
 
 @pytest.mark.parametrize(
@@ -168,30 +135,10 @@ def test_no_dropout_draws_nothing(name: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_softmax_lse_is_that_of_all_weights(name: str) -> None:
-    call = CALLS[name](32)
-    _, softmax_lse, _ = call(return_attn_probs=True)
-    _, dropped, _ = call(return_attn_probs=True, dropout_p=0.5)
-    assert bits_equal(softmax_lse, dropped)
-
-
-def test_state_is_two_numbers_of_63_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = []
-    fwd = torch.ops.flash_attn_deterministic.fwd
-
-    def spy(*arguments: Any) -> Any:
-        states.append(arguments[4])
-        return fwd(*arguments)
-
-    monkeypatch.setattr(torch.ops.flash_attn_deterministic, "fwd", spy)
-    for _ in range(20):
-        flash_attn_func(*make_inputs(), dropout_p=0.5)
-    drawn = torch.stack(states)
-    assert drawn.shape == (20, 2)
-    assert drawn.dtype == torch.int64
-    assert (drawn >= 0).all()
-    assert (drawn < 2**62).all()
+def test_state_is_two_numbers_of_62_bits() -> None:
+    drawn = torch.stack([draw_rng_state(torch.device("cpu")) for _ in range(20)])
+    assert (drawn.shape, drawn.dtype) == ((20, 2), torch.int64)
+    assert ((drawn >= 0) & (drawn < 2**62)).all()
     assert len(set(drawn.flatten().tolist())) == 40
     assert drawn.max() > 2**58
 
@@ -252,9 +199,7 @@ def test_seeds_under_compile_and_vmap() -> None:
         return [out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))]
 
     expected = results(run)
-    torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for a, b in zip(results(compiled), expected, strict=True):
+    for a, b in zip(results(compiled(run)), expected, strict=True):
         assert bits_equal(a, b)
 
     def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: Any) -> torch.Tensor:
@@ -420,30 +365,13 @@ def test_backward_does_not_depend_on_torch_settings(around: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_s_dmask_of_tensors_without_data(name: str) -> None:
-    call = CALLS[name](32)
-    _, _, expected = call(dropout_p=0.3, return_attn_probs=True)
+def test_results_of_tensors_without_data(name: str) -> None:
+    call = CALLS[name](20)
+    expected = call(dropout_p=0.3, return_attn_probs=True)
     meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in call.arguments.items()}
-    _, _, s_dmask = call.function(**meta, dropout_p=0.3, return_attn_probs=True)
-    assert (s_dmask.shape, s_dmask.dtype) == (expected.shape, expected.dtype)
-
-
-# --- The reference ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split_size", [0, 16], ids=["one-split", "splits"])
-def test_reference_applies_the_mask(split_size: int) -> None:
-    q, k, v = make_inputs(2, 33, 70, 4, 2, 16, torch.float64)
-    rng_state = torch.tensor([99, 2**61])
-    options: dict[str, Any] = {"split_size": split_size, "block_n": 16, "causal": True}
-    out, softmax_lse = attention(q, k, v, dropout_p=0.4, rng_state=rng_state, **options)
-    identity = torch.eye(70)[None, :, None].expand(2, -1, 2, -1)
-    probs, exact_lse = softmax_attention(q, k, identity, causal=True)
-    mask = keep_mask(rng_state, 0.4, torch.arange(2), torch.arange(4), (0, 33), (0, 70))
-    kept = probs.transpose(1, 2) * mask / keep_probability(0.4)
-    expected = torch.einsum("bhij,bjhd->bihd", kept, v.repeat_interleave(2, dim=2))
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(softmax_lse, exact_lse, rtol=1e-12, atol=1e-13)
+    found = call.function(**meta, dropout_p=0.3, return_attn_probs=True)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype, a.device.type) == (b.shape, b.dtype, "meta")
 
 
 @pytest.mark.parametrize("empty", ["q", "k"])

@@ -182,15 +182,6 @@ def test_merge_weights_each_side_by_its_maximum() -> None:
     assert all_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
 
 
-def test_merge_is_elementwise_over_rows() -> None:
-    rows = [FULL, EMPTY, _state(4.0, 1.0, 1.0, 1.0)]
-    parts = [EMPTY, FULL, FULL]
-    stacked = [State(*map(torch.cat, zip(*side, strict=True))) for side in (rows, parts)]
-    merged = merge_state(stacked[0], stacked[1], 0.18)
-    single = [merge_state(r, p, 0.18) for r, p in zip(rows, parts, strict=True)]
-    assert all_equal(merged, State(*map(torch.cat, zip(*single, strict=True))))
-
-
 # --- Formats ------------------------------------------------------------------------------------
 
 FIELDS = ["scores", "probs", "row_max", "row_sum", "rescale", "acc", "out"]

@@ -6,6 +6,8 @@ underscore. Here they are plain functions, not custom ops of a namespace flash_a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...checks.numbers import KEYS_PER_BLOCK
@@ -52,8 +54,8 @@ def _flash_attn_forward(
         _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py); so for the others here.
     """
     window = (window_size_left, window_size_right)
-    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
-    return _forward(q, k, v, mask, dropout_p, return_softmax)
+    numbers = dropout_p, softmax_scale, causal, window, softcap
+    return _forward((q, k, v), numbers, None, alibi_slopes, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -83,11 +85,11 @@ def _flash_attn_varlen_forward(
     `_flash_attn_forward`, with a softmax_lse of (nheads, total_q).
     """
     window = (window_size_left, window_size_right)
-    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
+    numbers = dropout_p, softmax_scale, causal, window, softcap
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
-    return _forward(q, k, v, mask, dropout_p, return_softmax, lengths)
+    return _forward((q, k, v), numbers, lengths, alibi_slopes, return_softmax)
 
 
 def _flash_attn_backward(
@@ -120,9 +122,9 @@ def _flash_attn_backward(
         dout * out over head_dim, 0 beyond seqlen_q.
     """
     window = (window_size_left, window_size_right)
-    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
-    result = low_level.Forward(out, softmax_lse, rng_state)
-    _backward(dout, (q, k, v), result, (dq, dk, dv), mask, dropout_p, deterministic)
+    numbers = dropout_p, softmax_scale, causal, window, softcap
+    result, others = (out, softmax_lse, rng_state), (None, alibi_slopes, deterministic)
+    _backward((dq, dk, dv), dout, (q, k, v), result, numbers, *others)
     softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     return torch.nn.functional.pad(softmax_d, (0, -softmax_d.shape[-1] % _ROWS))
 
@@ -159,10 +161,10 @@ def _flash_attn_varlen_backward(
         those of sequence b from cu_seqlens_q[b] + 128 * b on, 0 elsewhere.
     """
     window = (window_size_left, window_size_right)
-    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
-    result = low_level.Forward(out, softmax_lse, rng_state)
+    numbers = dropout_p, softmax_scale, causal, window, softcap
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _backward(dout, (q, k, v), result, (dq, dk, dv), mask, dropout_p, deterministic, lengths)
+    result, others = (out, softmax_lse, rng_state), (lengths, alibi_slopes, deterministic)
+    _backward((dq, dk, dv), dout, (q, k, v), result, numbers, *others)
     return _packed_softmax_d(dout, out, cu_seqlens_q)
 
 
@@ -174,41 +176,31 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: low_level.Mask,
-    dropout_p: float,
+    inputs: Gradients,
+    numbers: low_level.Numbers,
+    lengths: Lengths | None,
+    alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
-    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if return_softmax:
         raise UnsupportedError(
             "return_softmax: expected False; flash_attn_func(..., return_attn_probs=True) returns "
             "S_dmask"
         )
-    out, softmax_lse, rng_state = low_level.forward(q, k, v, mask, dropout_p, lengths)
+    out, softmax_lse, rng_state = low_level.forward(*inputs, numbers, lengths, alibi_slopes)
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, softmax_lse, out.new_empty(0), rng_state
 
 
 def _backward(
-    dout: torch.Tensor,
-    inputs: Gradients,
-    result: low_level.Forward,
-    targets: tuple[torch.Tensor | None, ...],
-    mask: low_level.Mask,
-    dropout_p: float,
-    deterministic: bool,
-    lengths: Lengths | None = None,
+    targets: tuple[torch.Tensor | None, ...], dout: torch.Tensor, inputs: Gradients, *rest: Any
 ) -> None:
     """Writes the gradients of inputs into targets, once all of these are checked."""
     for name, target, like in zip("qkv", targets, inputs, strict=True):
         if target is not None:
             check_like(f"d{name}", target, name, like)
-    gradients = low_level.backward(dout, *inputs, result, mask, dropout_p, lengths, deterministic)
-    for target, gradient in zip(targets, gradients, strict=True):
+    for target, gradient in zip(targets, low_level.backward(dout, *inputs, *rest), strict=True):
         if target is not None:
             target.copy_(gradient)
 
