@@ -132,13 +132,13 @@ def test_what_an_attention_does_not_take_is_named() -> None:
         ATTENTIONS["sdpa-flash"](q, k, v, window=(8, 0))
     with pytest.raises(UnavailableError, match="fa3 does not run on cpu"):
         ATTENTIONS["fa3"](q, k, v)
-    with pytest.raises(UnavailableError, match="ours-served has no backward"):
-        find_attention("ours-served").gradients(q, k, v, q)
+    with pytest.raises(UnavailableError, match="flashinfer has no backward"):
+        ATTENTIONS["flashinfer"].gradients(q, k, v, q)
 
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("flash_attn", "flash_attn"), ("fa4", "flash_attn.cute"),
+    [("flash_attn", "flash_attn"), ("fa4", "flash_attn.cute"), ("flashinfer", "flashinfer"),
      ("fa3", "flash_attn_interface"), ("ours", "flash_attn_deterministic")],
 )  # fmt: skip
 def test_a_package_that_is_not_there_is_named(

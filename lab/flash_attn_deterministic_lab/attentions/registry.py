@@ -88,6 +88,7 @@ _ALL = (
     _fa4("fa4", "FlashAttention-4", others.flash_attn_4(), deterministic="fa4-deterministic"),
     _fa4("fa4-deterministic", "FlashAttention-4, deterministic", others.flash_attn_4(True),
          bench=False),
+    Attention("flashinfer", "FlashInfer", others.flashinfer, frozenset(), "flashinfer-python"),
 )  # fmt: skip
 ATTENTIONS = {attention.name: attention for attention in _ALL}
 OURS = ATTENTIONS["ours"]
