@@ -1,4 +1,4 @@
-"""Writes the package index of all releases (PEP 503): `nox -s index`.
+"""Writes the package index of all releases (PEP 503, 691): `nox -s index`.
 
 Files come from the GitHub releases. A wheel gets into the index if GitHub attests that this
 project's workflow built it from the release's tag, and that it passed the gate then. Reports are
@@ -32,10 +32,10 @@ from .attestations import check_built, check_passed, gh, verify
 from .gate import find_wheels
 
 NAME = "flash-attn-deterministic"
-# The version is the first with attestations.
+API = "1.3"  # of PEP 691, the first with attestations
 _PAGE = """<!DOCTYPE html>
 <html>
-<head><meta name="pypi:repository-version" content="1.3"><title>{title}</title></head>
+<head><meta name="pypi:repository-version" content="{api}"><title>{title}</title></head>
 <body>
 {links}
 </body>
@@ -50,7 +50,7 @@ def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None)
     must have the attestations of the repository; None: they are not checked.
     """
     with replacing_folder(out) as made:
-        links: dict[str, list[str]] = {}
+        files: dict[str, list[dict[str, Any]]] = {}
         for folder in release_dirs:
             source = f"--source-ref=refs/tags/{folder.name}"
             _check_files(folder)
@@ -59,22 +59,18 @@ def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None)
                     check_built([wheel, manifest.path_of(wheel)], repository, source)
                     check_passed(wheel, repository, folder.name)
                 label = parse_wheel_filename(wheel.name)[1].local or ""
-                packages = made / label / "packages"
-                attributes = _place(wheel, packages)
+                file = _place(wheel, made / label / "packages")
                 if repository is not None and (data := _provenance(wheel, repository, source)):
-                    target = packages / f"{wheel.name}.provenance"
+                    target = made / label / "packages" / f"{wheel.name}.provenance"
                     write_json(target, data)
                     # PEP 740 wants a whole address, where wheels have one relative to the page.
                     site = gh("api", f"repos/{repository}/pages", "--jq", ".html_url").strip()
-                    address = f"{site.rstrip('/')}/{target.relative_to(made)}"
-                    attributes["data-provenance"] = address
-                links.setdefault(label, []).append(_link(wheel.name, attributes))
-        if not links:
+                    file["provenance"] = f"{site.rstrip('/')}/{target.relative_to(made)}"
+                files.setdefault(label, []).append(file)
+        if not files:
             raise RefusedError("the index would be empty: there is no release")
-        for label, listed in links.items():
-            simple = made / label / "simple"
-            _write_page(simple / NAME, NAME, listed)
-            _write_page(simple, "packages", [_link(NAME, {"href": f"{NAME}/"})])
+        for label, listed in files.items():
+            _write_pages(made / label / "simple", listed)
 
 
 def _check_files(folder: Path) -> None:
@@ -91,8 +87,8 @@ def _check_files(folder: Path) -> None:
         manifest.read(wheel)
 
 
-def _place(wheel: Path, packages: Path) -> dict[str, str]:
-    """Puts a wheel and its metadata (PEP 658) into place; returns the attributes of its link."""
+def _place(wheel: Path, packages: Path) -> dict[str, Any]:
+    """Puts a wheel and its metadata (PEP 658) into place; returns what PEP 691 says of it."""
     target = packages / wheel.name
     packages.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(wheel, target)
@@ -100,12 +96,15 @@ def _place(wheel: Path, packages: Path) -> dict[str, str]:
         (member,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(member)
     target.with_name(f"{target.name}.metadata").write_bytes(metadata)
-    python = Metadata.from_email(metadata, validate=False).requires_python
+    python = str(Metadata.from_email(metadata, validate=False).requires_python or "")
     return {
+        "filename": wheel.name,
         # Relative, so that the index works wherever it is served from.
-        "href": f"../../packages/{wheel.name}#sha256={sha256_of(wheel)}",
-        "data-core-metadata": f"sha256={hashlib.sha256(metadata).hexdigest()}",
-        **({"data-requires-python": str(python)} if python else {}),
+        "url": f"../../packages/{wheel.name}",
+        "hashes": {"sha256": sha256_of(wheel)},
+        "core-metadata": {"sha256": hashlib.sha256(metadata).hexdigest()},
+        "size": wheel.stat().st_size,
+        **({"requires-python": python} if python else {}),
     }
 
 
@@ -132,14 +131,26 @@ def _provenance(wheel: Path, repository: str, source: str) -> dict[str, Any] | N
     return {"version": 1, "attestation_bundles": bundles}
 
 
-def _link(text: str, attributes: Mapping[str, str]) -> str:
-    words = [f'{name}="{html.escape(value)}"' for name, value in attributes.items()]
-    return f"<a {' '.join(words)}>{text}</a><br>"
+def _write_pages(simple: Path, files: Sequence[Mapping[str, Any]]) -> None:
+    files = sorted(files, key=lambda file: str(file["filename"]))
+    versions = {str(parse_wheel_filename(file["filename"])[1]) for file in files}
+    listing = {"meta": {"api-version": API}, "name": NAME, "versions": sorted(versions)}
+    write_json(simple / NAME / "index.json", {**listing, "files": files})
+    links = "\n".join(map(_link, files))
+    write_text(simple / NAME / "index.html", _PAGE.format(api=API, title=NAME, links=links))
+    links = f'<a href="{NAME}/">{NAME}</a>'
+    write_text(simple / "index.html", _PAGE.format(api=API, title="packages", links=links))
 
 
-def _write_page(folder: Path, title: str, links: Sequence[str]) -> None:
-    page = _PAGE.format(title=title, links="\n".join(sorted(links)))
-    write_text(folder / "index.html", page)
+def _link(file: Mapping[str, Any]) -> str:
+    attributes = {
+        "href": f"{file['url']}#sha256={file['hashes']['sha256']}",
+        "data-core-metadata": f"sha256={file['core-metadata']['sha256']}",
+        "data-requires-python": file.get("requires-python"),
+        "data-provenance": file.get("provenance"),
+    }
+    words = [f'{key}="{html.escape(text)}"' for key, text in attributes.items() if text]
+    return f"<a {' '.join(words)}>{file['filename']}</a><br>"
 
 
 def download_releases(folder: Path) -> list[Path]:

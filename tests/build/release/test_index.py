@@ -68,8 +68,19 @@ def test_pages_name_hashes_and_are_the_same_a_second_time(releases: Path, tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         assert metadata == archive.read(name)
+    listed = json.loads(first[f"{PROJECT}/index.json"])
+    assert listed["versions"] == [VERSION]
+    (file,) = listed["files"]
+    assert file == {
+        "filename": wheel.name,
+        "url": f"../../packages/{wheel.name}",
+        "hashes": {"sha256": sha256(wheel.read_bytes())},
+        "core-metadata": {"sha256": sha256(metadata)},
+        "size": wheel.stat().st_size,
+        "requires-python": ">=3.10",
+    }
     page = first[f"{PROJECT}/index.html"].decode()
-    assert f'href="../../packages/{wheel.name}#sha256={sha256(wheel.read_bytes())}"' in page
+    assert f'href="{file["url"]}#sha256={file["hashes"]["sha256"]}"' in page
     assert f'data-core-metadata="sha256={sha256(metadata)}"' in page
     assert 'data-requires-python="&gt;=3.10"' in page
     write(releases)
@@ -196,8 +207,9 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
     write(releases)
     made = tree_of(tmp_path / "index")
     for folder, version, count in (("", VERSION, 2), ("cu12/", f"{VERSION}+cu12", 1)):
-        page = made[f"{folder}{PROJECT}/index.html"].decode()
-        assert page.count("<a ") == page.count(f">flash_attn_deterministic-{version}-") == count
+        listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
+        assert (listed["versions"], len(listed["files"])) == ([version], count)
+        assert made[f"{folder}{PROJECT}/index.html"].count(b"<a ") == count
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", "2.9.1"])
@@ -230,10 +242,11 @@ def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
     gh(passed(name) if alone else passed(name, "other"))
     write(releases, "o/n")
     made = tree_of(tmp_path / "index")
+    (file,) = json.loads(made[f"{PROJECT}/index.json"])["files"]
     assert (f"packages/{name}.provenance" in made) == alone
     if alone:
-        address = f"https://pages.example/n/packages/{name}.provenance"
-        assert f'data-provenance="{address}"'.encode() in made[f"{PROJECT}/index.html"]
+        assert file["provenance"] == f"https://pages.example/n/packages/{name}.provenance"
+        assert f'data-provenance="{file["provenance"]}"'.encode() in made[f"{PROJECT}/index.html"]
         (each,) = json.loads(made[f"packages/{name}.provenance"])["attestation_bundles"]
         assert each["publisher"]["repository"] == "o/n"
         assert each["attestations"][0]["envelope"]["signature"] == "c2ln"
