@@ -90,8 +90,8 @@ def inspect(wheel: Wheel | None) -> Installed:
         return Installed(distribution.version, True, 0, (), None if wheel is None else False)
     try:
         own = _own_files(distribution)
-    except (TypeError, ValueError, csv.Error) as error:  # importlib.metadata's own, of a bad row
-        own, problems = [], [f"RECORD: a row is malformed ({error})"]
+    except (TypeError, ValueError, csv.Error) as error:
+        own, problems = {}, [f"RECORD: a row is malformed ({error})"]
     else:
         problems = list(_record_problems(own, root))
     matches = None
@@ -131,28 +131,34 @@ def _editable(distribution: metadata.Distribution) -> bool:
         return False
 
 
-def _own_files(distribution: metadata.Distribution) -> list[metadata.PackagePath]:
-    """Returns the recorded files that came with the wheel: not RECORD, caches and launchers."""
-    files = distribution.files or ()
-    return [file for file in files if file.hash is not None and ".." not in file.parts]
+def _own_files(distribution: metadata.Distribution) -> dict[str, metadata.FileHash]:
+    """Returns the hashes of the files that came with the wheel: not RECORD, caches and launchers.
+
+    `distribution.files` would leave out those that are missing, from Python 3.12 on.
+    """
+    own = {}
+    for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        path, digest, size = row
+        if int(size or 0) >= 0 and digest and ".." not in PurePosixPath(path).parts:
+            own[path] = metadata.FileHash(digest)
+    return own
 
 
-def _record_problems(own: list[metadata.PackagePath], root: Path) -> Iterator[str]:
+def _record_problems(own: dict[str, metadata.FileHash], root: Path) -> Iterator[str]:
     if not own:
         yield "the installation has no RECORD"
-    for entry in own:
-        assert entry.hash is not None
+    for entry, recorded in own.items():
         try:
-            data = (root / str(entry)).read_bytes()
+            data = (root / entry).read_bytes()
         except OSError as error:
             yield f"{entry}: cannot be read ({error.strerror})"
             continue
         try:
-            digest = base64.urlsafe_b64encode(hashlib.new(entry.hash.mode, data).digest()).decode()
+            digest = base64.urlsafe_b64encode(hashlib.new(recorded.mode, data).digest()).decode()
         except (TypeError, ValueError):  # shake_128 and its like ask for a length
             yield f"{entry}: its hash in RECORD is unreadable"
             continue
-        if digest.rstrip("=") != entry.hash.value.rstrip("="):
+        if digest.rstrip("=") != recorded.value.rstrip("="):
             yield f"{entry}: differs from the installation's RECORD"
 
 
