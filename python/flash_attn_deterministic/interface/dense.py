@@ -80,8 +80,8 @@ def flash_attn_func(
             probability of keeping is (floor(255 * keep) + 1) / 256: nothing is dropped where keep
             rounds to 1, below 2**-25. Seed and offset come from torch's generator of the device
             (torch.manual_seed). For given ones, the mask depends only on the sequence's index in
-            the batch (see dropout_seeds), the head's index and the positions of query and key in
-            their sequence.
+            the batch (see dropout_seeds), the head's index and those of query and key among the
+            sequence's rows of this call: a chunk of queries has another mask than in one call.
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), as any sequence or tensor of two ints: how many keys before and
@@ -109,11 +109,11 @@ def flash_attn_func(
         return_max_logits: whether to return the largest score of each head as well, for QK-clip.
             It has no gradient, and changes no bit of what else is returned.
         dropout_seeds: (batch,), int64, on the device of q: the seed of each sequence, any 64 bits.
-            Its mask then depends on its own seed, the head's index and the positions of query and
-            key, not on the index in the batch, and torch's generator is not used. Sequences of one
-            seed have one mask. The backward reads them again (a copy, where they are not
-            contiguous): a change in place before it is an error. With dropout_p 0.0 they are
-            checked, and have no effect. None: as dropout_p says.
+            Its mask then depends on its own seed and the indices of head, query and key, not on the
+            index in the batch, and torch's generator is not used. Sequences of one seed have one
+            mask. The backward reads them again (a copy, where they are not contiguous): a change in
+            place before it is an error. With dropout_p 0.0 they are checked, and have no effect.
+            None: as dropout_p says.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of
@@ -134,8 +134,8 @@ def flash_attn_func(
             value, shape or device.
         ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
         UnsupportedError: a NotImplementedError; a derivative by forward mode or torch.func, vmap
-            with dropout but without dropout_seeds, DTensors with dropout; from the backward: a
-            double backward.
+            (randomness="different"; else torch raises) with dropout but without dropout_seeds,
+            DTensors with dropout; from the backward: a double backward.
         NotDeterministicError: a RuntimeError, from the backward: torch may use deterministic
             algorithms only, and deterministic is "never".
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
