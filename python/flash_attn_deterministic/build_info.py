@@ -89,8 +89,8 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
             torch_target=record["torch_target"],
             tiles={head_dim: Tile(**tile) for head_dim, tile in tiles},
             instances=tuple(Instance(**instance) for instance in record["instances"]),
-            sources=record["sources"],
-            bits_version=record["bits_version"],
+            sources=dict(record["sources"]),
+            bits_version=int(record["bits_version"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BuildInfoError(

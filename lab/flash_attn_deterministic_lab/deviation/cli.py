@@ -211,10 +211,14 @@ def _forward(arguments: argparse.Namespace) -> None:
     run_forward(Plan(arguments.seeds, arguments.quick), arguments.out)
 
 
-def _kernels(arguments: argparse.Namespace) -> None:
-    from .kernels.kernel_study import KernelPlan, run_kernels
+def _kernels(arguments: argparse.Namespace) -> object:
+    from .kernels.kernel_study import KernelPlan, failures, run_kernels
 
-    run_kernels(KernelPlan(arguments.device, arguments.quick, arguments.seeds), arguments.out)
+    plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
+    failed = failures(run_kernels(plan, arguments.out))
+    for words in failed:
+        print(f"failed: {words}", file=sys.stderr)
+    return failed
 
 
 def _training(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from flash_attn_deterministic_lab.deviation.attentions.registry import find_atte
 from flash_attn_deterministic_lab.deviation.kernels import kernel_study
 from flash_attn_deterministic_lab.deviation.kernels.kernel_study import (
     KernelPlan,
+    failures,
     run_kernels,
     run_to_run,
 )
@@ -86,6 +87,13 @@ def test_what_raises_is_missing_where_it_raises(
     assert value["missing"] == {"forward": {}, "backward": reason}
     assert {point["backend"] for point in value["forward"]} == {"my_kernels:attend", "explicit"}
     assert {point["backend"] for point in value["backward"]} == {"explicit"}
+
+
+def test_our_kernels_that_raise_somewhere_fail_the_study() -> None:
+    points = [{"backend": "ours"}, {"backend": "sdpa-flash"}]
+    reasons = {"ours": "illegal access", "sdpa-flash": "no head dim 256", "ours-atomics": "no GPU"}
+    value = {"missing": {"forward": reasons, "backward": {}}, "forward": points, "backward": []}
+    assert failures(value) == ["forward: ours: illegal access"]
 
 
 def test_run_to_run_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,17 +148,18 @@ def llama3_flash_attn_varlen_func(
     check_rank("q", q, VARLEN)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_cu_seqlens(name, starts, None, q.device)
-    ends: tuple[Any, ...] = (None,)
+    ends: tuple[Any, ...] = ()
     if isinstance(local_k_slice, slice):
         ends = local_k_slice.start, local_k_slice.stop
-    if not all(isinstance(end, int) for end in ends):
-        given = shown(local_k_slice)
-        if isinstance(local_k_slice, slice):
-            given = f"slice({', '.join(map(shown, ends))})"
+        ends += () if local_k_slice.step is None else (local_k_slice.step,)
+    if len(ends) != 2 or not all(isinstance(end, int) for end in ends):
+        given = f"slice({', '.join(map(shown, ends))})" if ends else shown(local_k_slice)
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
     ranks = Ranks.of(find_group(group, None))
-    whole = kept(
+    # What has been exchanged is not exchanged again, and is nothing that a graph could hold.
+    eager: Any = torch.compiler.disable
+    whole = (eager(kept) if torch.compiler.is_compiling() else kept)(
         cu_seqlens_k,
         (CONTIGUOUS, ranks.size),
         lambda: _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks),

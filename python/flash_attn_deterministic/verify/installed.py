@@ -91,7 +91,7 @@ def inspect(wheel: Wheel | None) -> Installed:
     try:
         own = _own_files(distribution)
     except (TypeError, ValueError, csv.Error) as error:
-        own, problems = {}, [f"RECORD: a row is malformed ({error})"]
+        own, problems = [], [f"RECORD: a row is malformed ({error})"]
     else:
         problems = list(_record_problems(own, root))
     matches = None
@@ -131,23 +131,25 @@ def _editable(distribution: metadata.Distribution) -> bool:
         return False
 
 
-def _own_files(distribution: metadata.Distribution) -> dict[str, metadata.FileHash]:
-    """Returns the hashes of the files that came with the wheel: not RECORD, caches and launchers.
+def _own_files(distribution: metadata.Distribution) -> list[tuple[str, metadata.FileHash]]:
+    """Returns paths and hashes of what came with the wheel: not RECORD, caches and launchers.
 
     `distribution.files` would leave out those that are missing, from Python 3.12 on.
     """
-    own = {}
+    own = []
     for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
         path, digest, size = row
-        if int(size or 0) >= 0 and digest and ".." not in PurePosixPath(path).parts:
-            own[path] = metadata.FileHash(digest)
+        if int(size or 0) < 0:
+            raise ValueError(f"{path} of {size} bytes")
+        if digest and ".." not in PurePosixPath(path).parts:
+            own.append((path, metadata.FileHash(digest)))
     return own
 
 
-def _record_problems(own: dict[str, metadata.FileHash], root: Path) -> Iterator[str]:
+def _record_problems(own: list[tuple[str, metadata.FileHash]], root: Path) -> Iterator[str]:
     if not own:
         yield "the installation has no RECORD"
-    for entry, recorded in own.items():
+    for entry, recorded in own:
         try:
             data = (root / entry).read_bytes()
         except OSError as error:

@@ -14,6 +14,7 @@ import rank_functions as ranks
 import torch
 from bits import bits_equal
 from calls import int32
+from flash_attn_deterministic.distributed import ring_flash_attn
 from flash_attn_deterministic.distributed.agreement import VARIABLE
 from flash_attn_deterministic.distributed.ranks import Ranks, find_group
 from flash_attn_deterministic.distributed.ring_flash_attn import (
@@ -233,6 +234,11 @@ ONE_WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"local_k_slice": slice(torch.ones(2), 8)},
         "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(a tensor of "
         "dtype torch.float32 and shape (2,), 8)",
+    ),
+    "step": (
+        "llama3",
+        {"local_k_slice": slice(0, 8, 2)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(0, 8, 2)",
     ),
     "tensor": (
         "llama3",
@@ -494,6 +500,19 @@ def test_lengths_that_are_written_to() -> None:
         call: Any = q, q, q, starts, starts, 5, 5
         out: Any = distributed.flash_attn_varlen_func(*call)
         assert bits_equal(out, package.flash_attn_varlen_func(*call))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own graph breaks
+def test_compiled_calls_exchange_no_lengths_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    *own, place = llama3_flash_attn_prepare_cu_seqlens(int32(0, 4, 8), True, 0, 1)
+    monkeypatch.setattr(ring_flash_attn, "_joined", None)  # whoever exchanges them fails
+    q = torch.randn(8, 2, 16).bfloat16()
+    attend: Any = torch.compile(ring_flash_attn.llama3_flash_attn_varlen_func, backend="eager")
+    for _ in range(2):
+        out = attend(q, q, q, *own, heads_k_stride=2, local_k_slice=place, causal=True)
+    alone: Any = package.flash_attn_varlen_func
+    assert bits_equal(out, alone(q, q, q, *own, causal=True))
 
 
 def test_lengths_made_in_inference_mode() -> None:

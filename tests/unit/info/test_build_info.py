@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,17 @@ def test_other_schema_is_refused(schema: object) -> None:
         parse({**RECORD, "schema": schema})
 
 
-def test_field_of_a_wrong_type_is_an_error() -> None:
-    record = copy.deepcopy(RECORD)
-    record["tiles"]["wide"] = record["tiles"]["64"]
-    with pytest.raises(BuildInfoError, match="wide"):
-        parse(record)
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        pytest.param("tiles", {"wide": RECORD["tiles"]["64"]}, "wide", id="tiles"),
+        pytest.param("bits_version", "two", "two", id="bits_version"),
+        pytest.param("sources", ["a"], "sequence", id="sources"),
+    ],
+)
+def test_field_of_a_wrong_type_is_an_error(field: str, value: object, words: str) -> None:
+    with pytest.raises(BuildInfoError, match=words):
+        parse({**RECORD, field: value})
 
 
 def test_error_of_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

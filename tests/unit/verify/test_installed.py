@@ -190,6 +190,14 @@ def row(text: str, words: str) -> Callable[[Path], str]:
         pytest.param(
             row(f"{PACKAGE}/__init__.py,,many\n", "RECORD: a row is malformed"), id="record-size"
         ),
+        pytest.param(
+            row(f"{PACKAGE}/other.py,sha256=AA,-1\n", "RECORD: a row is malformed"),
+            id="record-negative-size",
+        ),
+        pytest.param(
+            row(f"{PACKAGE}/__init__.py,sha256=AA,1\n", "differs from the installation's RECORD"),
+            id="record-twice",
+        ),
     ],
 )
 def test_what_is_planted_is_a_problem(

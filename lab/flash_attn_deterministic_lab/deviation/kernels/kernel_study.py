@@ -173,3 +173,13 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
             value["seconds"] = time.monotonic() - begin
             write_result(folder, value)
     return value
+
+
+def failures(value: dict[str, Any]) -> list[str]:
+    """Names where our kernels raised at some points and not at all: others need not take all."""
+    return [
+        f"{direction}: {name}: {why}"
+        for direction, missing in value["missing"].items()
+        for name, why in missing.items()
+        if name.startswith("ours") and any(point["backend"] == name for point in value[direction])
+    ]

@@ -223,8 +223,11 @@ class _Seed:
                 if new and run.name == "base" and self.seed == self.plan.seeds[0]:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     part = self.folder / ".base.pt.part"  # a file that is whole, or not there
-                    torch.save(model.state_dict(), part)
-                    part.replace(self.folder / "base.pt")
+                    try:
+                        torch.save(model.state_dict(), part)
+                        part.replace(self.folder / "base.pt")
+                    finally:
+                        part.unlink(missing_ok=True)
                 slowest = max(slowest, 1.1 * (time.time() - before))
                 self.seconds += time.time() - before
                 if new:
