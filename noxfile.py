@@ -168,7 +168,7 @@ def torchtitan(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
-    """Run the release gate; write the release into build/release."""
+    """Run the release gate; write the release into build/to-publish."""
     run_gate(session, "release", *session.posargs)
 
 
@@ -186,7 +186,7 @@ def publish(session: nox.Session) -> None:
     environ = without("TWINE_REPOSITORY") if options else None
     install(session, "publish")
     run_gate(session, "release")
-    folder = ROOT / "build" / "release"
+    folder = ROOT / "build" / "to-publish"
     # Those that the gate listed, whatever lies beside them by now.
     paths = re.findall("  (package-index/.*)", Path(folder, "SHA256SUMS").read_text())
     with session.chdir(folder):

@@ -100,7 +100,7 @@ def _model(results: Results) -> str:
     columns, rows = _model_cells(record)
     words = (
         f"Logits of one sequence, beside those it has alone; {record['batch']} sequences of "
-        f"{record['seqlen']} tokens; the first column's decode step includes start-up."
+        f"{record['seqlen']} tokens; the first column's decode step is not explained."
     )
     return table(record, ["", *columns], [[way, *cells] for way, cells in rows], words)
 

@@ -170,7 +170,7 @@ def test_publish_uploads_what_the_gate_wrote_and_nothing_else(
     sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
-    release = tmp_path / "build" / "release"
+    release = tmp_path / "build" / "to-publish"
     put(release / "package-index", *names, "added-0-py3-none-any.whl")
     listed = [f"{'0' * 64}  package-index/{name}\n" for name in names]
     (release / "SHA256SUMS").write_text("".join(listed))

@@ -1,4 +1,4 @@
-"""Passes the wheels in dist/ through the gate, and writes what is published into build/release."""
+"""Passes the wheels in dist/ through the gate, and writes to build/to-publish what is published."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         help="wheels and manifests must have attestations of that repository, commit and tag",
     )  # fmt: skip
     given = parser.parse_args(arguments)
-    dist, out = root / "dist", root / "build" / "release"
+    dist, out = root / "dist", root / "build" / "to-publish"
     return exit_status(
         lambda: release(dist, given.reports or dist, out, given.attested, root),
         "Nothing may be published.",

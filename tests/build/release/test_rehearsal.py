@@ -38,13 +38,13 @@ NEVER_FAILED = 'case "$*" in *predicate-type*) echo no attestations found >&2; e
 
 @pytest.fixture
 def out(project: Project) -> Path:
-    return project.root / "build" / "release"
+    return project.root / "build" / "to-publish"
 
 
 def run(project: Project, *attested: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(release, "POLICY", project.policy)
-        out = project.root / "build" / "release"
+        out = project.root / "build" / "to-publish"
         release.release(project.dist, project.dist, out, attested, project.root)
 
 
@@ -227,7 +227,7 @@ def test_from_the_tag_to_pip_install(
     root = tmp_path / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
     project = Project(root, root / "dist", root / "dist" / built.name, POLICY)
-    out = root / "build" / "release"
+    out = root / "build" / "to-publish"
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), project.manifest_path)
