@@ -117,8 +117,9 @@ class Project:
         return path
 
     def git(self, *arguments: str) -> None:
-        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        subprocess.run(["git", *who, "-C", str(self.root), *arguments], check=True)
+        # No maintenance beside the tests, which copy the repository.
+        own = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "maintenance.auto=0"]
+        subprocess.run(["git", *own, "-C", str(self.root), *arguments], check=True)
 
     def tag(self) -> None:
         """Commits everything, and lets the release be of that commit."""
