@@ -113,12 +113,12 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
     lines = [found[1].strip() if found else "", "", "## Verified", ""]
     lines += ["| wheel | CUDA | architectures | GPU | sha256 |", "|---|---|---|---|---|"]
     for kind, verdict in verdicts.items():
-        # Their names are of the policy's patterns.
+        # The policy's patterns of names leave room for Markdown.
         gpus = {str(report.content["environment"]["gpu"]) for report in verdict.verified.values()}
         lines.append(
             f"| {first.version}, {kind}{'' if '+' in kind else ', package index'} "
             f"| {verdict.wheel.manifest['cuda_toolkit']} | {', '.join(sorted(verdict.verified))} "
-            f"| {', '.join(sorted(gpus))} | `{verdict.wheel.sha256}` |"
+            f"| {_plain(', '.join(sorted(gpus)))} | `{verdict.wheel.sha256}` |"
         )
     unverified = {name: why for each in verdicts.values() for name, why in each.unverified.items()}
     lines += ["", "## Not verified", ""] if unverified else []
@@ -126,6 +126,11 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
         report = POLICY.unverified_architectures[name].ptx_report
         lines.append(f"- **{name}**: {why} Its PTX was run on a newer GPU ({report}).")
     return "\n".join(lines).strip() + "\n"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return re.sub(r"[^\w .,:;()/+-]|_", lambda c: f"&#{ord(c[0])};", " ".join(text.split()))
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:

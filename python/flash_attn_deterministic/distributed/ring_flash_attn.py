@@ -157,9 +157,11 @@ def llama3_flash_attn_varlen_func(
         raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
     causal = as_flag("causal", causal)
     ranks = Ranks.of(find_group(group, None))
-    # What has been exchanged is not exchanged again, and is nothing that a graph could hold.
-    eager: Any = torch.compiler.disable
-    whole = (eager(kept) if torch.compiler.is_compiling() else kept)(
+    find: Any = kept
+    if torch.compiler.is_compiling():
+        # A graph can't hold the exchange: outside of it, what is known is not exchanged again.
+        find = torch.compiler.disable(kept)  # type: ignore[no-untyped-call, unused-ignore]
+    whole = find(
         cu_seqlens_k,
         (CONTIGUOUS, ranks.size),
         lambda: _joined(q, cu_seqlens_q, cu_seqlens_k, local_k_slice, causal, ranks),

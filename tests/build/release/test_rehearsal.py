@@ -264,6 +264,12 @@ def test_from_the_tag_to_pip_install(
         print(f"\n{faked}{built.name}: gate, upload, index and `pip install --index-url` passed")
 
 
+def test_names_of_a_gpu_are_shown_as_they_are() -> None:
+    assert release._plain("a|b\n<img>`x`[y](z) __bold__") == (
+        "a&#124;b &#60;img&#62;&#96;x&#96;&#91;y&#93;(z) &#95;&#95;bold&#95;&#95;"
+    )
+
+
 def as_of_a_release(text: dict[str, Any]) -> None:
     """Lets a dev wheel's manifest say what a release's does."""
     cuda, units = text["cuda_toolkit"], len(text["translation_units"])

@@ -20,7 +20,7 @@ from ...shared.document import table
 from ..attentions.registry import find_attention
 from ..numbers.intervals import geometric_interval, mean_interval, short
 from ..study.environment import Progress, one_thread, repeatable
-from ..study.files import new_result, read_result, write_result
+from ..study.files import new_result, read_result, whole_file, write_result
 from .runs import Run, Setup, States, train
 from .workload import find_workload
 
@@ -221,13 +221,8 @@ class _Seed:
                 if keep:
                     kept[run.name] = states
                 if new and run.name == "base" and self.seed == self.plan.seeds[0]:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    part = self.folder / ".base.pt.part"  # a file that is whole, or not there
-                    try:
-                        torch.save(model.state_dict(), part)
-                        part.replace(self.folder / "base.pt")
-                    finally:
-                        part.unlink(missing_ok=True)
+                    with whole_file(self.folder / "base.pt") as temporary:
+                        torch.save(model.state_dict(), temporary)
                 slowest = max(slowest, 1.1 * (time.time() - before))
                 self.seconds += time.time() - before
                 if new:
