@@ -2,7 +2,8 @@
 # assembled for each of them: the front end is nine tenths of the cost of a kernel, upstream's
 # kernels use nothing above sm_80, and bits and speed on the H200 are the same (docs/adr/0005).
 # The sm90 family alone uses what 9.0 has and no other capability: its sources are compiled for 90a,
-# to machine code, and for nothing else.
+# to machine code, and for nothing else. Kernels for e4m3 keys are compiled anew for capabilities from
+# 8.9 on, which have instructions for them.
 get_target_property(_flags fad_kernels COMPILE_OPTIONS)
 set(_every_gpu ${CMAKE_CUDA_ARCHITECTURES})
 list(REMOVE_ITEM _every_gpu 90a-real)
@@ -43,13 +44,36 @@ target_compile_options(
   fad_kernels
   PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_lowest},code=[${_codes}]>")
 
-if(FAD_SM90_SOURCES)
-  add_library(fad_kernels_sm90 OBJECT ${FAD_SM90_SOURCES})
-  target_link_libraries(fad_kernels_sm90 PRIVATE fad_kernels)
-  target_compile_options(
-    fad_kernels_sm90
-    PRIVATE ${_flags} "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_90a,code=[sm_90a]>")
-  set_target_properties(fad_kernels_sm90 PROPERTIES CUDA_ARCHITECTURES OFF
-                                                    JOB_POOL_COMPILE fad_cuda
-                                                    POSITION_INDEPENDENT_CODE ON)
+# Sources that are compiled otherwise than the rest; further arguments: their options.
+function(fad_other_kernels name sources)
+  if(NOT sources)
+    return()
+  endif()
+  add_library(${name} OBJECT ${sources})
+  target_link_libraries(${name} PRIVATE fad_kernels)
+  target_compile_options(${name} PRIVATE ${_flags})
+  foreach(_option IN LISTS ARGN)
+    target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=${_option}>")
+  endforeach()
+  set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE fad_cuda
+                                           POSITION_INDEPENDENT_CODE ON)
+endfunction()
+
+fad_other_kernels(fad_kernels_sm90 "${FAD_SM90_SOURCES}" "arch=compute_90a,code=[sm_90a]")
+
+set(_options "")
+set(_codes_below "")
+string(REPLACE "," ";" _codes "${_codes}")
+foreach(_code IN LISTS _codes)
+  string(REGEX MATCH "[0-9]+" _number "${_code}")
+  if(_number GREATER_EQUAL 89)
+    list(APPEND _options "arch=compute_${_number},code=[${_code}]")
+  else()
+    list(APPEND _codes_below "${_code}")
+  endif()
+endforeach()
+if(_codes_below)
+  list(JOIN _codes_below "," _codes_below)
+  list(PREPEND _options "arch=compute_${_lowest},code=[${_codes_below}]")
 endif()
+fad_other_kernels(fad_kernels_fp8 "${FAD_FP8_SOURCES}" ${_options})

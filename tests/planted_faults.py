@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flash_attn_deterministic.checks.tensors import LATENT
 from flash_attn_deterministic.verify import accuracy
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.contract.sizes import Config
@@ -41,7 +42,7 @@ class Fault:
 def caught(fault: Fault, config: Config, device: str) -> dict[str, bool]:
     """Runs the cases of a fault; returns whether each caught it."""
     found = {}
-    for case in accuracy.cases(device):
+    for case in accuracy.cases(device, config[0] == LATENT[0]):
         if case.form not in fault.forms or (fault.features and case.feature not in fault.features):
             continue
         if case.name.split()[0] not in (case.feature, case.form):
@@ -143,6 +144,15 @@ def shifted(a: dict[str, Any], side: str) -> dict[str, Any]:
 def without_last_element(q: torch.Tensor) -> torch.Tensor:
     """The last element of each head counts as padding."""
     return torch.cat([q[..., :-1], torch.zeros_like(q[..., -1:])], -1)
+
+
+def rotary_columns(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
+    """Other queries in the columns that a latent cache has beside its values."""
+
+    def changed(q: torch.Tensor) -> torch.Tensor:
+        return torch.cat([q[..., : LATENT[1]], change(q[..., LATENT[1] :])], -1)
+
+    return argument("q", changed, "kvcache")
 
 
 # --- what comes back -----------------------------------------------------------------------------
@@ -450,6 +460,13 @@ FAULTS: tuple[Fault, ...] = (
       for of in "kv"
       for name, change in ((f"of {of} dropped", nothing),
                            (f"of the next head of {of}", lambda t: t.roll(1)))),
+    *(Fault(f"latent: rotary columns {name}", rotary_columns(change), (),
+            ("latent", "latent-pages"), configs=((LATENT[0], "bf16"),))
+      for name, change in (("dropped", torch.zeros_like), ("doubled", lambda q: 2 * q),
+                           ("negated", torch.neg), ("shifted", lambda q: q.roll(1, -1)))),
+    Fault("latent: values shifted",
+          returned(lambda found, a, f: (found[0].roll(1, -1), *found[1:]), "kvcache"), (),
+          ("latent", "latent-pages"), configs=((LATENT[0], "bf16"),)),
     # appending
     Fault("append: not written", cache(forgetful), (), APPEND, ("k_new", "v_new")),
     Fault("append: doubled", cache(lambda a: {n: 2 * a[n] for n in "kv"}), (), APPEND),

@@ -80,21 +80,25 @@ SeenKeys seen_keys(const FwdParams& params, int block_m) {
 
 }  // namespace
 
-int group_room(Family family, int group) {
+int group_room(Family family, Path path, int group) {
   int room = 1;
   while (room < group) {
     room *= 2;
   }
-  return family == Family::kSm90 ? room : group;
+  return loads_boxes(family, path) ? room : group;
 }
 
 int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
-  if (family == Family::kSm90 && (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
+  if (params.d == kLatentHeadDim) {
+    const bool fits = int64_t{params.seqlen_q} * params.h_h_k_ratio < (1 << 30);
+    group = fits ? params.h_h_k_ratio : 1;
+  } else if (loads_boxes(family, path) &&
+             (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
     const int all = params.h_h_k_ratio;
     const auto fits = [&](int heads) {
       return all % heads == 0 && heads <= sm90::kGroupRows &&
-             params.seqlen_q < (1 << 29) / group_room(family, heads);
+             params.seqlen_q < (1 << 29) / group_room(family, path, heads);
     };
     while (fits(2 * group)) {
       group *= 2;
@@ -102,7 +106,8 @@ int group_of(const FwdParams& params, Family family, Path path) {
     // All heads that share a key head, where that fills fewer tiles, of 128 rows at least, though
     // some of their rows stay unused: 8 queries of 5 heads fill one.
     const auto tiles = [&](int heads) {
-      const long long rows = static_cast<long long>(params.seqlen_q) * group_room(family, heads);
+      const long long rows =
+          static_cast<long long>(params.seqlen_q) * group_room(family, path, heads);
       return ceil_div(rows, 2 * sm90::kGroupRows) * (all / heads);
     };
     if (group < all && fits(all) && tiles(all) < tiles(group)) {
@@ -124,7 +129,8 @@ bool fills_better(const FwdParams& params, int tile, int other) {
 
 long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
   const int group = group_of(params, family, path);
-  return ceil_div(static_cast<long long>(params.seqlen_q) * group_room(family, group), block_m) *
+  return ceil_div(static_cast<long long>(params.seqlen_q) * group_room(family, path, group),
+                  block_m) *
          params.b * (params.h / group);
 }
 
@@ -203,7 +209,7 @@ double time_of_few_queries(const FwdParams& params, const FwdKernel& kernel, con
   }
   const int group = group_of(params, kernel.family, kernel.path);
   const double filled =
-      std::min(params.seqlen_q * group_room(kernel.family, group), kernel.block_m);
+      std::min(params.seqlen_q * group_room(kernel.family, kernel.path, group), kernel.block_m);
   const double warpgroups = 1 + kSecondWarpgroup * std::max(filled / sm90::kGroupRows - 1, 0.);
   const PathTime& time = splits_share ? kPartsTime : kOneCtaTime;
   return time.start + together(walk * warpgroups * thousand_keys(time), reading) + merged;

@@ -17,14 +17,20 @@ inline bool few_queries(Path path) { return path == Path::kFewRows || path == Pa
 // Query heads whose rows share a row block: those that share a key head, or some of them.
 int group_of(const FwdParams& params, Family family, Path path);
 
-// The heads that rows of a token have room for: the copy engine of Hopper's kernels loads boxes of
-// 64 rows, in which those of a token begin at multiples of a power of two.
-int group_room(Family family, int group);
+// Whether the copy engine loads queries, in boxes of 64 rows, in which those of a token begin at
+// multiples of a power of two.
+inline bool loads_boxes(Family family, Path path) {
+  return family == Family::kSm90 && !few_queries(path);
+}
+
+// The heads that rows of a token have room for.
+int group_room(Family family, Path path, int group);
 
 // Rows of a row block that are rows of heads.
 inline int block_rows(const FwdKernel& kernel, int group) {
-  return kernel.family == Family::kSm90 ? kernel.block_m / group_room(kernel.family, group) * group
-                                        : kernel.block_m;
+  return loads_boxes(kernel.family, kernel.path)
+             ? kernel.block_m / group_room(kernel.family, kernel.path, group) * group
+             : kernel.block_m;
 }
 
 // Rows of a sequence and a group of heads.

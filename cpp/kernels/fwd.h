@@ -73,7 +73,7 @@ struct FwdInstance {
 // build does not hold it. dtype is a name in instances.json.
 const FwdInstance* find_fwd(const char* dtype, int head_dim);
 
-// Head dim of the kernel that serves this one.
+// Head dim of the kernel that serves this one; 0: there is none.
 int kernel_head_dim(int head_dim);
 
 }  // namespace fad

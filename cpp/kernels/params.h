@@ -8,10 +8,19 @@
 
 namespace fad {
 
+// Multi-head latent attention, absorbed: head dim of q and k, whose first columns are v.
+constexpr int kLatentHeadDim = 576;
+constexpr int kLatentHeadDimV = 512;
+
+// Columns that a kernel of this head dim sums up for a row of the output.
+constexpr int acc_columns(int head_dim) {
+  return head_dim == kLatentHeadDim ? kLatentHeadDimV : head_dim;
+}
+
 // Where CTAs that share a row block write their parts, one per split, and which row blocks one
 // launch works on: a call may take several launches, so that parts fit a bounded scratch memory.
 struct Parts {
-  float* acc;     // (num_splits, ctas, rows, head dim of the kernel), not normalised
+  float* acc;     // (num_splits, ctas, rows, acc_columns of the kernel), not normalised
   float2* state;  // (num_splits, ctas, rows): maximum and sum
   int block_m;    // query rows of a row block, ...
   int rows;       // ... and how many of them the longest sequence can fill

@@ -16,7 +16,7 @@ namespace fad {
 namespace {
 
 // Head dims that upstream's kernels are written for; a call takes the next one up.
-constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
+constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256, kLatentHeadDim};
 
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
@@ -146,7 +146,7 @@ std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool
   if (!writes_parts) {
     return 0;
   }
-  const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
+  const std::size_t row_bytes = acc_columns(head_dim) * sizeof(float) + sizeof(float2);
   const std::size_t counter = kernel.ctas_per_sm > 0 ? sizeof(unsigned) : 0;
   return ctas * num_splits * part_rows(params, kernel) * row_bytes + counter;
 }
@@ -196,8 +196,9 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   }
   const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas &&
                        kernel->shared_bytes <= device.shared_bytes_per_block;
-  // Other kernels take no e4m3 keys.
-  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries || params.kv_fp8;
+  // Other kernels take no e4m3 keys, and no latent ones.
+  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries || params.kv_fp8 ||
+                        params.d == kLatentHeadDim;
   return {kernel, blocks, splits && path != Path::kScoresFirst,
           rows_fit && in_grid && (splits || path != Path::kParts) &&
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
@@ -245,7 +246,7 @@ int shares_in_flight(const BwdParams& params, const BwdKernel& kernel, const Key
       std::min<int64_t>(ceil_div(params.seqlen_q, 128) * 128, int64_t{kChunkRows} * parts.chunks);
   const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
   const bool narrow = kernel.family == Family::kSm90 && kernel.block_n < 128;
-  const int64_t share = narrow ? (full ? 8 : 5) : (full ? 12 : 6);  // of twice L2
+  const int64_t share = narrow ? (full ? 8 : 5) : (full ? 12 : 6);  // 1 / share of twice L2
   const int64_t room = int64_t{2} * device.l2_bytes / share;
   const int64_t fit = room / std::max<int64_t>(sums, 1);
   const int64_t least = narrow ? 1 : full ? 2 : 4;
@@ -534,7 +535,7 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
       static_cast<std::size_t>(plan.num_splits) * plan.ctas_per_launch * plan.part_rows;
   params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
-      reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
+      reinterpret_cast<float2*>(params.parts.acc + rows * acc_columns(kernel_head_dim(params.d)));
   // Where each CTA has one tile, nobody has to count, nor to set the counter to 0.
   if (plan.kernel->ctas_per_sm > 0 &&
       static_cast<long long>(plan.ctas_per_launch) * plan.num_splits > plan.most_ctas) {

@@ -3,6 +3,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include "kernels/plan.h"
+
 namespace fad {
 
 using torch::headeronly::ScalarType;
@@ -108,10 +110,20 @@ void check_cached(const Tensor& k, const char* name_k, const Tensor& v, const ch
         Described{v});
 }
 
-void check_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
+bool is_latent(const Tensor& k, const Tensor& v) {
+  const std::int64_t last = k.dim() - 1;
+  bool same = k.size(last) == kLatentHeadDim && v.size(last) == kLatentHeadDimV &&
+              k.data_ptr() == v.data_ptr() && !is_e4m3(k);
+  for (std::int64_t dim = 0; dim <= last; ++dim) {
+    same = same && k.stride(dim) == v.stride(dim);
+  }
+  return same;
+}
+
+void check_heads(const Tensor& q, const Tensor& k, const Tensor& v, bool latent) {
   for (const auto& [tensor, name] : {std::pair{q, "q"}, std::pair{v, "v"}}) {
     const std::int64_t head_dim = tensor.size(tensor.dim() - 1);
-    check(head_dim > 0 && head_dim <= 256 && head_dim % 8 == 0, name,
+    check(latent || (head_dim > 0 && head_dim <= 256 && head_dim % 8 == 0), name,
           ": expected a head_dim that is a multiple of 8 and at most 256, got ", head_dim);
   }
   const std::int64_t nheads = q.size(q.dim() - 2);

@@ -65,7 +65,8 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   check_cached(k_cache, "k_cache", v_cache, "v_cache", q, 4);
   check_rows(k_cache, "k_cache");
   check_rows(v_cache, "v_cache");
-  check_heads(q, k_cache, v_cache);
+  const bool latent = is_latent(k_cache, v_cache);
+  check_heads(q, k_cache, v_cache, latent);
   const std::int64_t batch = q.size(0);
   const std::int64_t head_dim = q.size(3);
   const std::int64_t head_dim_v = v_cache.size(3);
@@ -105,6 +106,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   check(k.has_value() || !rotates, "rotary_cos: expected None without k and v, got a tensor");
   if (k.has_value()) {
     check(!is_e4m3(k_cache), "k: expected None with a cache of float8_e4m3fn, got a tensor");
+    check(!latent, "k: expected None with a v_cache that is part of k_cache, got a tensor");
     check(cache_seqlens.has_value(),
           "cache_seqlens: expected a tensor where k and v are appended, got None");
     check_attention_input(*k, "k", q, 4);

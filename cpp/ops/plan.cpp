@@ -22,7 +22,9 @@ Params params_of(std::int64_t batch, std::int64_t seqlen_q, std::int64_t seqlen_
         "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   for (const auto& [number, name] :
        {std::pair{head_dim, "head_dim"}, std::pair{head_dim_v, "head_dim_v"}}) {
-    check(number > 0 && number <= 256, name, ": expected a number from 1 to 256, got ", number);
+    check((number > 0 && number <= 256) ||
+              (head_dim == kLatentHeadDim && head_dim_v == kLatentHeadDimV),
+          name, ": expected a number from 1 to 256, got ", number);
   }
   Params params{};
   params.b = static_cast<int>(batch);

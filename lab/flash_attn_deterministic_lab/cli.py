@@ -68,12 +68,13 @@ def check_device(device: str) -> None:
 _PATHS = {
     "fa3": "fa3.so, FlashAttention-3's library",
     "fa4": "the package flash-attn-4 and what it needs",
+    "flashmla": "_flashmla_C.abi3.so, FlashMLA's library in vLLM",
     "baseline": "libfa2_baseline.so, FlashAttention-2's kernels",
 }
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """Adds --fa3, --fa4 and --baseline."""
+    """Adds --fa3, --fa4, --flashmla and --baseline."""
     for name, words in _PATHS.items():
         words = f"folder or file of {words}"
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=words)
@@ -81,7 +82,7 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 
 def use_paths(arguments: argparse.Namespace) -> None:
     """Puts them where their attentions are looked for, also by processes that are started."""
-    from .attentions import fa3, others
+    from .attentions import fa3, flashmla, others
 
     for name in _PATHS:
         path: Path | None = getattr(arguments, name)
@@ -96,8 +97,12 @@ def use_paths(arguments: argparse.Namespace) -> None:
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(path / "cache"))
             continue
-        variable = fa3.VARIABLE if name == "fa3" else others.BASELINE
-        os.environ[variable] = str(path / "fa3.so" if name == "fa3" and path.is_dir() else path)
+        variable, file = {
+            "fa3": (fa3.VARIABLE, "fa3.so"),
+            "flashmla": (flashmla.VARIABLE, "_flashmla_C.abi3.so"),
+            "baseline": (others.BASELINE, ""),
+        }[name]
+        os.environ[variable] = str(path / file if path.is_dir() else path)
 
 
 if __name__ == "__main__":

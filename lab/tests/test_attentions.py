@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flash_attn_deterministic_lab.attentions import ATTENTIONS, Packed, find_attention, settings_of
+from flash_attn_deterministic_lab.attentions import (
+    ATTENTIONS,
+    Packed,
+    find_attention,
+    flashmla,
+    settings_of,
+)
 from flash_attn_deterministic_lab.attentions.attention import OPTIONS
 from flash_attn_deterministic_lab.errors import ArgumentError, UnavailableError
 
@@ -105,6 +111,32 @@ def test_pages_of_packed_sequences_reach_flash_attention_2(
     }  # fmt: skip
 
 
+def test_flashmla_plans_once_for_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def decode(q: torch.Tensor, k: torch.Tensor, *given: object) -> tuple[object, ...]:
+        calls.append(given)
+        return q[..., :512], None, "metadata", "splits"
+
+    monkeypatch.setattr(flashmla, "load_library", lambda *_: None)
+    monkeypatch.setenv("FLASHMLA_LIBRARY", "here")
+    namespace = types.SimpleNamespace(dense_decode_fwd=decode)
+    monkeypatch.setattr(torch.ops, "_flashmla_C", namespace, raising=False)
+    q, k = torch.zeros(2, 1, 16, 576), torch.zeros(4, 64, 1, 576)
+    lengths, table = torch.full((2,), 100), torch.zeros(2, 2)
+    attend = ATTENTIONS["flashmla"].make()
+    options = {"causal": True, "scale": 0.5, "seqlens_k": lengths, "block_table": table}
+    for each in (q, q.clone(), q[:, :, :8]):
+        assert attend(each, k, k[..., :512], **options).shape[-1] == 512
+    of_all = (512, lengths, table, 0.5, True)
+    assert [given[:5] for given in calls] == [of_all] * 3
+    assert [given[5:] for given in calls] == [
+        (None, None, None), ("metadata", "splits", None), (None, None, None)
+    ]  # fmt: skip
+    with pytest.raises(UnavailableError, match="FlashMLA takes pages of keys alone"):
+        attend(q, k, k[..., :512].clone(), **options)
+
+
 def test_splits_of_ours_are_a_name() -> None:
     q, k, v = inputs(20, 200)
     assert torch.equal(find_attention("ours@256")(q, k, v), ATTENTIONS["ours"](q, k, v))
@@ -165,7 +197,8 @@ def test_a_namespace_in_the_way_of_flash_attention_2_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "variable"), [("fa3", "FA3_LIBRARY"), ("flash_attn", "FA2_BASELINE")]
+    ("name", "variable"),
+    [("fa3", "FA3_LIBRARY"), ("flash_attn", "FA2_BASELINE"), ("flashmla", "FLASHMLA_LIBRARY")],
 )
 def test_a_library_that_does_not_load_is_named(
     name: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ SHAPES = [
     Shape("forward", 2, 40, 2, 1, 32, causal=True, lengths=(17, 40), page_size=16),
     Shape("decode", 2, 40, 2, 1, 32, causal=True, seqlen_q=5, lengths=(17, 40), page_size=16),
     Shape("forward", 1, 64, 2, 1, 32, causal=True, window=9),
+    Shape("decode", 2, 40, 3, 1, 576, causal=True, seqlen_q=2, page_size=16, head_dim_v=512),
 ]
 
 
@@ -67,8 +68,9 @@ def test_flops_count_visible_pairs(shape: Shape) -> None:
                 (right < 0 or key <= own_key + right) and (left < 0 or key >= own_key - left)
                 for key in range(length)
             )
-    products = 5 if shape.kind == "backward" else 2
-    assert shape.flops == 2 * products * shape.nheads * shape.head_dim * pairs
+    others = 4 if shape.kind == "backward" else 1
+    columns = others * shape.head_dim + (shape.head_dim_v or shape.head_dim)
+    assert shape.flops == 2 * columns * shape.nheads * pairs
 
 
 def test_studies_have_cases_with_names_of_their_own_and_attentions_that_exist() -> None:
@@ -86,6 +88,15 @@ def test_pages_hold_the_same_keys() -> None:
     keys = problem.k[table.long()].flatten(1, 2)[:, :60]
     assert torch.equal(keys, Problem.draw(Shape("decode", 2, 60, 2, 1, 32, seqlen_q=3), "cpu").k)
     assert sorted(table.flatten().tolist()) == list(range(8))
+
+
+def test_latent_values_are_keys_and_lengths_are_one_tensor() -> None:
+    first, second = (Problem.draw(SHAPES[-1], "cpu", seed) for seed in range(2))
+    assert first.shape.name == "decode B2 Lq2 Lk40 H3/1 D576/512 causal pages of 16 bf16"
+    assert first.v.data_ptr() == first.k.data_ptr()
+    assert first.k.shape == (6, 16, 1, 576)
+    assert first.shape.kv_bytes == 2 * 40 * 576 * 2
+    assert first.options["seqlens_k"] is second.options["seqlens_k"]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +146,11 @@ def test_means_are_of_our_time_over_theirs() -> None:
     assert means["all"]["fa4"] == {"mean": 1.0, "worst": 2.0, "worst_case": "a", "cases": 2}
     assert means["dense"]["best"]["worst"] == 2.0
     assert means["D64"]["best"]["mean"] == pytest.approx(math.sqrt(2.0 * 1.25), abs=1e-3)
+
+
+def test_latent_cases_count_for_no_kernels_head_dim() -> None:
+    case = {"name": "a", "group": "16 heads", "head_dim": 576, "ratio": {"ours": 1, "read": 0.8}}
+    assert set(summarise([case], cases.STUDIES["latent"])) == {"all", "16 heads"}
 
 
 def test_chunks_do_not_count_for_those_that_get_a_tensor_of_their_mask() -> None:
@@ -248,10 +264,12 @@ def test_unwritable_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_folders_of_the_command_line_are_where_libraries_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FA3_LIBRARY", "FA2_BASELINE"):
+    for name in ("FA3_LIBRARY", "FLASHMLA_LIBRARY", "FA2_BASELINE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "path", sys.path[:])
-    use_paths(argparse.Namespace(**dict.fromkeys(("fa3", "fa4", "baseline"), tmp_path)))
+    names = ("fa3", "fa4", "flashmla", "baseline")
+    use_paths(argparse.Namespace(**dict.fromkeys(names, tmp_path)))
     assert os.environ["FA3_LIBRARY"] == str(tmp_path / "fa3.so")
+    assert os.environ["FLASHMLA_LIBRARY"] == str(tmp_path / "_flashmla_C.abi3.so")
     assert os.environ["FA2_BASELINE"] == str(tmp_path)
     assert sys.path[0] == str(tmp_path)

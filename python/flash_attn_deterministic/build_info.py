@@ -61,14 +61,14 @@ class BuildInfo:
     bits_version: int
 
     def kernel_head_dim(self, head_dim: int) -> int:
-        """Returns the head dim of the kernel that serves `head_dim` (1 to 256)."""
+        """Returns the head dim of the kernel that serves `head_dim` (1 to 256, or 576)."""
         for kernel_head_dim in self.tiles:
             if head_dim <= kernel_head_dim:
                 return kernel_head_dim
         raise BuildInfoError(f"{_PATH.name}: no tile for head_dim {head_dim}; rebuild the wheel")
 
     def tile(self, head_dim: int) -> Tile:
-        """Returns the tile of the kernel that serves `head_dim` (1 to 256)."""
+        """Returns the tile of the kernel that serves `head_dim` (1 to 256, or 576)."""
         return self.tiles[self.kernel_head_dim(head_dim)]
 
 

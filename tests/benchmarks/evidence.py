@@ -50,20 +50,22 @@ class Step:
     # equality, not time) or "together" (all GPUs)
     lane: str
     limit: int  # seconds after which it is killed
-    # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and {baseline}
-    # stand for options of the command line; without one, the word and the option before it are left
-    # out.
+    # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4}, {flashmla} and
+    # {baseline} stand for options of the command line; without one, the word and the option before
+    # it are left out.
     command: str
     results: tuple[str, ...] = ()  # what of {out} belongs into docs/results
     needs: str = ""  # a module without which it is left out
 
 
 _OURS = "-m flash_attn_deterministic"
+_PEERS = ("fa3", "fa4", "flashmla", "baseline")  # options of `bench`
 
 
 def _bench(study: str, limit: int, more: str) -> Step:
     words = f"{_OURS} bench --study {study} --wheel {{wheel}} --out {{out}} "
-    words += f"--fa3 {{fa3}} --fa4 {{fa4}} --baseline {{baseline}} --seconds {limit - 20} {more}"
+    words += "--fa3 {fa3} --fa4 {fa4} --flashmla {flashmla} --baseline {baseline} "
+    words += f"--seconds {limit - 20} {more}"
     return Step(study, "times", limit, words, (f"{study}.json",))
 
 
@@ -94,6 +96,7 @@ STEPS = (
     _bench("servers", 80, "--budget-ms 150"),
     _bench("decode", 50, "--budget-ms 150"),
     _bench("paths", 70, "--budget-ms 60"),
+    _bench("latent", 90, "--budget-ms 40"),
     _bench("peers-backward", 120, "--budget-ms 100"),
     _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
@@ -329,7 +332,7 @@ def _run(options: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ValueError("no GPU: torch sees none on this machine")
-    given = {name: getattr(options, name) for name in ("wheel", "out", "fa3", "fa4", "baseline")}
+    given = {name: getattr(options, name) for name in ("wheel", "out", *_PEERS)}
     paths = {name: path and str(path.resolve()) for name, path in given.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     command = ["python", "-m", "tests.benchmarks.evidence", *sys.argv[1:]]
@@ -379,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = commands.add_parser("run")
     run.add_argument("--wheel", type=Path, required=True, help="the installed wheel's file")
     run.add_argument("--out", type=Path, required=True, help="folder for everything")
-    for name in ("fa3", "fa4", "baseline"):
+    for name in _PEERS:
         run.add_argument(f"--{name}", type=Path, help="as of `bench`")
     run.add_argument("--rest", action="store_true", help="only what --out lacks, or what failed")
     run.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")

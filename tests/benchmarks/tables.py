@@ -395,6 +395,7 @@ _STUDIES = (
     "decode",
     "paths",
     "servers",
+    "latent",
     "peers-forward",
     "peers-backward",
 )

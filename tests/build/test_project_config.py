@@ -145,6 +145,48 @@ def test_what_cmake_says_at_configure(
     assert re.search(expected, configure(tmp_path, part, program, generator))
 
 
+ARCHITECTURES = """set(FAD_SM90_SOURCES sm90.cu)
+set(FAD_FP8_SOURCES fp8.cu)
+add_library(fad_kernels INTERFACE)
+foreach(name IN ITEMS add_library set_target_properties target_link_libraries)
+  cmake_language(EVAL CODE "function(${{name}})\nendfunction()")
+endforeach()
+function(target_compile_options target kind option)
+  message(STATUS "${{target}}: ${{option}}")
+endfunction()
+set(CMAKE_CUDA_ARCHITECTURES {})"""
+
+
+@pytest.mark.parametrize(
+    ("architectures", "every_gpu", "fp8"),
+    [
+        pytest.param("80-real 90-real 90a-real 80-virtual", ["compute_80: sm_80 sm_90 compute_80"],
+                     ["compute_80: sm_80 compute_80", "compute_90: sm_90"], id="release"),
+        pytest.param("90-real 90a-real", ["compute_90: sm_90"], ["compute_90: sm_90"], id="hopper"),
+        pytest.param("89-real 80 120-real",
+                     ["compute_80: sm_89 sm_80 compute_80 sm_120"],
+                     ["compute_80: sm_80 compute_80", "compute_89: sm_89", "compute_120: sm_120"],
+                     id="others"),
+    ],
+)  # fmt: skip
+def test_kernels_for_e4m3_keys_are_compiled_for_gpus_with_instructions_for_them(
+    tmp_path: Path, architectures: str, every_gpu: list[str], fp8: list[str]
+) -> None:
+    """From 8.9 on from PTX of their own; all others from that of the lowest architecture."""
+    program = ARCHITECTURES.format(architectures)
+    said = configure(tmp_path, "Architectures", program)
+    assert "CMake Error" not in said
+    found: dict[str, list[str]] = {}
+    option = r"-- (\w+): .*--generate-code=arch=(\w+),code=\[([\w,]+)\]>$"
+    for target, arch, codes in re.findall(option, said, re.MULTILINE):
+        found.setdefault(target, []).append(f"{arch}: {codes.replace(',', ' ')}")
+    assert found == {
+        "fad_kernels": every_gpu,
+        "fad_kernels_sm90": ["compute_90a: sm_90a"],
+        "fad_kernels_fp8": fp8,
+    }
+
+
 @pytest.mark.parametrize("version", ["12.2.0", "16.2.0"])
 def test_nvcc_compiles_host_code_with_cxx(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str

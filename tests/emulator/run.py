@@ -58,7 +58,12 @@ def head_dims(tree: Path, kind: str) -> list[int]:
     """Returns the head dims of a kind's kernels in instances.json of a repository."""
     table = json.loads((tree / "cpp/instances.json").read_text(encoding="utf-8"))
     rows = table["bwd_kernels" if kind == "backward" else "fwd_kernels"]
-    found = [row["head_dims"] for row in rows if row["family"] == "sm90"]
+    # Of a path for few rows none is emulated.
+    found = [
+        row["head_dims"]
+        for row in rows
+        if row["family"] == "sm90" and row.get("path") != "few_rows"
+    ]
     return sorted({head_dim for own in found for head_dim in own})
 
 
@@ -83,6 +88,8 @@ def _table(tree: Path, head_dim: int, dtype: str) -> str:
         covers = " | ".join("k" + word.title().replace("_", "") for word in row["covers"])
         path = "k" + row["path"].title().replace("_", "")
         block_m = row.get("block_m", tiles.get("block_m"))
+        if block_m is None:  # the path has no tiles for this head dim
+            continue
         own = f"{row.get('head_dim_v', head_dim)}, " if row["family"] == "sm90" else ""
         rows[row["family"]].append(f"X({path}, {own}{block_m}, {covers or 0})")
     return "\n".join(

@@ -8,7 +8,8 @@
 #include "fwd.h"
 #include "launch.h"
 #include "merge.cuh"
-#include "sm80/decode/few_rows.cuh"
+#include "sm80/decode/few_rows_launch.h"
+#include "sm80/decode/latent.cuh"
 #include "sm80/decode/scores_first.h"
 #include "tree/masking.h"
 
@@ -62,9 +63,9 @@ void launch_fwd(const FwdParams& call, unsigned ctas, cudaStream_t stream) {
 }
 
 template <typename Traits>
-void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  launch<&few_rows_kernel<Traits>>(dim3(ctas, params.num_splits), Traits::kThreads,
-                                   Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
+void launch_latent(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  launch<&latent_kernel<Traits>>(dim3(ctas, params.num_splits), Traits::kThreads,
+                                 Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
 }
 
 // An entry of the instance table.
@@ -80,6 +81,21 @@ constexpr FwdKernel fwd_entry() {
             Traits::kSharedBytes,
             Traits::kSharedBytes,
             &launch_scores_first<Element, kHeadDim>};
+  } else if constexpr (kHeadDim == kLatentHeadDim) {
+    using Traits = LatentTraits<Element>;
+    static_assert(kPath == Path::kFewRows && Traits::kRows == kBlockM && Traits::kWarps == kWarps,
+                  "instances.json");
+    static_assert(Traits::kSharedBytes <= 99 * 1024);  // what the smallest device offers
+    return {Family::kSm80,
+            kPath,
+            kCovers,
+            kBlockM,
+            Traits::kSharedBytes,
+            Traits::kSharedBytes,
+            &launch_latent<Traits>,
+            /*ctas_per_sm=*/0,
+            /*takes=*/nullptr,
+            kLatentHeadDimV};
   } else if constexpr (kPath == Path::kFewRows) {
     using Traits =
         FewRowsTraits<Element, kHeadDim, kBlockM, (kCovers & kPaged) != 0, (kCovers & kFp8) != 0>;

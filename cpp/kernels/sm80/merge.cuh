@@ -14,7 +14,7 @@ namespace fad {
 // One warp to a row; a lane takes columns lane, lane + 32, ...
 template <typename Element, int kHeadDim>
 __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
-  constexpr int kColumns = kHeadDim / 32;
+  constexpr int kColumns = acc_columns(kHeadDim) / 32;
   constexpr int kAhead = kColumns <= 4 ? 8 : 4;
   const int lane = threadIdx.x % 32;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -48,7 +48,7 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
         states[ahead] = params.parts.state[part];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          values[ahead][i] = params.parts.acc[part * kHeadDim + lane + 32 * i];
+          values[ahead][i] = params.parts.acc[part * acc_columns(kHeadDim) + lane + 32 * i];
         }
       }
     }

@@ -70,7 +70,7 @@ class Attention:
     scale; window, (left, right), -1 for no limit; softcap; alibi_slopes (nheads,); dropout_p; mask,
     bool or added to the scores; seqlens_k (batch,) int32; packed: tensors are (total, nheads,
     head_dim) then; block_table (batch, pages) int32: k and v are (pages, page size, nheads_k,
-    head_dim) then. It returns out like q.
+    head_dim) then. It returns out like q, of latent attention, whose v is k[..., :512], like v.
     """
 
     name: str  # on the command line

@@ -31,13 +31,18 @@ def _load() -> None:
             ) from error
         return
     if not hasattr(torch.ops.flash_attn_3, "fwd"):
-        for runtime in Path(library).parent.glob("libcudart.so*"):  # what it was built with
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        try:
-            torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
-        except OSError as error:
-            raise UnavailableError(f"{VARIABLE}: {library} cannot be loaded ({error})") from error
+        load_library(VARIABLE, library)
+
+
+def load_library(variable: str, library: str) -> None:
+    """Loads a library of ops that a variable names; raises UnavailableError."""
+    for runtime in Path(library).parent.glob("libcudart.so*"):  # what it was built with
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
+    except OSError as error:
+        raise UnavailableError(f"{variable}: {library} cannot be loaded ({error})") from error
 
 
 class _Attention(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..errors import ArgumentError
-from . import fa3, others, ours, torchs
+from . import fa3, flashmla, others, ours, torchs
 from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention, Function
 from .named import find_callable
 from .served import SUFFIX, served
@@ -88,6 +88,8 @@ _ALL = (
     _fa4("fa4", "FlashAttention-4", others.flash_attn_4(), deterministic="fa4-deterministic"),
     _fa4("fa4-deterministic", "FlashAttention-4, deterministic", others.flash_attn_4(True),
          bench=False),
+    Attention("flashmla", "FlashMLA", flashmla.flash_mla,
+              frozenset({"block_table", "scale", "seqlens_k"}), "FlashMLA", bench=False),
     Attention("flashinfer", "FlashInfer", others.flashinfer, frozenset(), "flashinfer-python"),
 )  # fmt: skip
 ATTENTIONS = {attention.name: attention for attention in _ALL}

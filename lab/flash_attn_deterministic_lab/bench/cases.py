@@ -100,6 +100,21 @@ def _servers(draw: random.Random) -> tuple[Case, ...]:
     return _drawn(60, case, "prefill", "one query", "chunk", "one query", "several queries")
 
 
+def _latent() -> tuple[Case, ...]:
+    """Decode of latent attention, of one query, and of one more that is verified with it."""
+    sizes = itertools.product(
+        (1000, 8000, 32_000), (1, 8, 32, 128), (("one query", 1), ("two queries", 2)),
+        (16, 32, 64, 128),
+    )  # fmt: skip
+    return tuple(
+        Case(f"{nheads} heads, {words}", Shape(
+            "decode", batch, seqlen, nheads, 1, 576, True, seqlen_q=seqlen_q, page_size=64,
+            head_dim_v=512,
+        ))
+        for seqlen, batch, (words, seqlen_q), nheads in sizes
+    )  # fmt: skip
+
+
 def _peers(kind: str, draw: random.Random) -> tuple[Case, ...]:
     """Prefill or training: each head dim, padded ones too, from 128 to 131,072 tokens."""
 
@@ -166,6 +181,8 @@ STUDIES = {
                    _paths(random.Random(5)), (*_PATHS, "fa3-one-split"), _PATHS),
     "servers": Study("ragged batches in pages, as servers call them",
                      _servers(random.Random(2)), ("fa3-one-split", "fa3")),
+    "latent": Study("decode of latent attention (MLA), from pages", _latent(),
+                    ("flashmla", "read")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",
                            _peers("forward", random.Random(3)),
                            ("fa4", "fa3-one-split", "fa3", *_TORCH),

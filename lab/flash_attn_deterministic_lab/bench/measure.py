@@ -80,10 +80,10 @@ def measure(
                     expected = result
             if floor and graphs:
                 # The sum of 16-bit numbers taken two by two for float32: all is read.
+                stored = [(one.k,) if shape.head_dim_v else (one.k, one.v) for one in problems]
                 read = capture(
-                    lambda i: [t.view(torch.float32).sum() for t in (problems[i].k, problems[i].v)],
-                    sets, per_call,
-                )  # fmt: skip
+                    lambda i: [t.view(torch.float32).sum() for t in stored[i]], sets, per_call
+                )
                 calls[READ] = _Isolated(read.replay)
             timed = on_cpu(calls, repeats) if device == "cpu" else within(calls, budget_ms, repeats)
     except Exception as error:  # out of memory, or a call broke the GPU
@@ -203,8 +203,9 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
 
     Returns:
         By group ("all", those of the cases, and "D128" for head dims that run its kernels, padded
-        ones too, without windows), then by attention (and "best": the fastest rival of a case):
-        geometric `mean`, `worst` and its case, `cases`. Chunks count for those that have a mask.
+        ones too, neither windows nor latent), then by attention (and "best": the fastest rival of a
+        case): geometric `mean`, `worst` and its case, `cases`. Chunks count for those that have a
+        mask.
     """
     # A tensor of the mask takes longer than their kernels would.
     without_mask = {name for name, one in ATTENTIONS.items() if not one.chunk_mask}
@@ -214,9 +215,9 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
         over = {n: round(1 / ratio, 4) for n, ratio in case["ratio"].items() if n not in left_out}
         rivals = [over[name] for name in study.rivals if name in over]
         over |= {"best": max(rivals)} if rivals else {}
-        head_dim = next(dim for dim in KERNEL_HEAD_DIMS if dim >= case["head_dim"])
+        of_dim = [f"D{dim}" for dim in KERNEL_HEAD_DIMS if dim >= case["head_dim"]][:1]
         # Windows would hide the rest: some rivals take seven times as long there.
-        of_dim = () if case["group"] == "window" else (f"D{head_dim}",)
+        of_dim *= case["group"] != "window"
         for group in dict.fromkeys(("all", case["group"], *of_dim)):
             for name, ratio in over.items():
                 found.setdefault(group, {}).setdefault(name, []).append((ratio, case["name"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from ..attentions import Packed
 from ..attentions.served import paged
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LATENT_SCALE = 192**-0.5  # DeepSeek's, whose keys have 192 columns before they are absorbed
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Shape:
     lengths: tuple[int, ...] = ()  # keys of packed sequences; empty: dense
     # Tokens of a page; 0: keys and values in one piece. Packed sequences in pages: as in servers.
     page_size: int = 0
+    # Columns of keys that are the values, as in latent attention; 0: values of their own.
+    head_dim_v: int = 0
 
     @property
     def name(self) -> str:
@@ -39,7 +43,8 @@ class Shape:
         keys = f"{shortest}..{self.seqlen}" if self.lengths else str(self.seqlen)
         length = f"Lq{self.seqlen_q} Lk{keys}" if self.seqlen_q else f"L{keys}"
         heads = f"H{self.nheads}" + (f"/{self.nheads_k}" if self.nheads_k != self.nheads else "")
-        words = [self.kind, f"B{self.batch}", length, heads, f"D{self.head_dim}"]
+        columns = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        words = [self.kind, f"B{self.batch}", length, heads, columns]
         words += ["causal"] * self.causal + [f"window {self.window}"] * (self.window >= 0)
         words += [f"pages of {self.page_size}"] * bool(self.page_size)
         return " ".join([*words, self.dtype])
@@ -54,7 +59,7 @@ class Shape:
     def kv_bytes(self) -> int:
         """Returns the size of keys and values."""
         tokens = sum(self.lengths) or self.batch * self.seqlen
-        return 4 * tokens * self.nheads_k * self.head_dim
+        return (2 if self.head_dim_v else 4) * tokens * self.nheads_k * self.head_dim
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -64,9 +69,10 @@ class Shape:
     @property
     def flops(self) -> int:
         """Returns the floating-point operations of the matrix products on visible keys."""
-        products = 5 if self.kind == "backward" else 2
+        columns = (4 if self.kind == "backward" else 1) * self.head_dim
+        columns += self.head_dim_v or self.head_dim
         pairs = sum(_visible(*lengths, *self.limits) for lengths in self.pairs_of_lengths)
-        return 2 * products * self.nheads * self.head_dim * pairs
+        return 2 * columns * self.nheads * pairs
 
 
 def _visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
@@ -86,6 +92,12 @@ def _visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
     return until(right if right >= 0 else seqlen_q + seqlen_k) - hidden
 
 
+@functools.lru_cache(maxsize=1)
+def _equal_lengths(batch: int, seqlen: int, device: str) -> torch.Tensor:
+    """One tensor for all draws of a shape: what plans by lengths, as FlashMLA, plans once."""
+    return torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A shape with random tensors."""
@@ -95,7 +107,7 @@ class Problem:
     q: torch.Tensor = field(repr=False)
     # (batch, seqlen, nheads_k, head_dim), packed (total_k, nheads_k, head_dim), or pages
     k: torch.Tensor = field(repr=False)
-    v: torch.Tensor = field(repr=False)  # like k
+    v: torch.Tensor = field(repr=False)  # like k, or its first columns
     dout: torch.Tensor = field(repr=False)  # like q
     options: dict[str, Any] = field(repr=False)  # of the call, beside q, k and v
 
@@ -121,7 +133,7 @@ class Problem:
         if shape.page_size:
             k, v, options["block_table"] = paged(k, v, shape.page_size, generator)
         if shape.page_size and not packed:
-            options["seqlens_k"] = torch.full(
-                (shape.batch,), shape.seqlen, dtype=torch.int32, device=device
-            )
+            options["seqlens_k"] = _equal_lengths(shape.batch, shape.seqlen, device)
+        if shape.head_dim_v:
+            v, options["scale"] = k[..., : shape.head_dim_v], _LATENT_SCALE
         return Problem(shape, q, k, v, dout, options)

@@ -114,7 +114,8 @@ def _source_problems(
 def instance_problems(info: Mapping[str, Any], root: Path) -> Iterator[str]:
     """Compares the kernels of a wheel with those that a tree has tiles for."""
     table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
-    tiles = {"fwd": table["fwd_tiles"]["one_cta"], "bwd": table["bwd_tiles"]}
+    forward = dict.fromkeys(head_dim for tiles in table["fwd_tiles"].values() for head_dim in tiles)
+    tiles = {"fwd": forward, "bwd": table["bwd_tiles"]}
     wanted = {
         f"{direction} {dtype} {head_dim}"
         for direction, head_dims in tiles.items()

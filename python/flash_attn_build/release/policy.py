@@ -51,8 +51,8 @@ POLICY = Policy(
     },
     required_sections=("environment", "contract", "accuracy", "forward", "decode", "backward"),
     required_checks=(
-        "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "heads",
-        "schedule", "family", "split-size", "backward", "dropout",
+        "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "latent",
+        "heads", "schedule", "family", "split-size", "backward", "dropout",
         "dropout-seeds", "golden",
     ),
     other_gpu_tests=("ranks", "test_benchmark_baseline", "test_wgmma"),

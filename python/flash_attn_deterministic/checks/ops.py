@@ -42,6 +42,7 @@ from .tensors import (
     check_shape,
     check_tensor,
     is_fp8,
+    is_latent,
 )
 
 Given = dict[str, Any]
@@ -163,7 +164,8 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         check_alike(q, ((names.k, k), (names.v, v)), names.q)
     if not varlen:
         check_batch(names.q, q, q.shape[0])
-    check_heads(q, k, names)
+    latent = names is NAMES_CACHE and is_latent(k, v)
+    check_heads(q, k, names, latent)
     head_dim = q.shape[-1]
     if varlen or names is NAMES_CACHE:
         if k.shape[-1] != head_dim:
@@ -180,7 +182,8 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         check_page_size(names.k, k.shape[1])
     what = "" if v.shape[-1] == head_dim else " but for head_dim"
     check_shape(names.v, v, (*k.shape[:-1], v.shape[-1]), f"the shape of {names.k}{what}")
-    check_head_dim(names.v, v)
+    if not latent:
+        check_head_dim(names.v, v)
     if varlen:
         _lengths(given, q.device, names)
     return q, v
@@ -343,6 +346,11 @@ def _new_tokens(given: Given, capacity: int) -> int:
         raise UnsupportedError(
             f"k: expected None with a cache in {given['k_cache'].dtype}, got a tensor; write "
             "(k / k_descale).to(k_cache.dtype) into the cache, and the same of v"
+        )
+    if is_latent(given["k_cache"], given["v_cache"]):
+        raise UnsupportedError(
+            "k: expected None with a v_cache that is part of k_cache, got a tensor; write the new "
+            "rows into k_cache before the call"
         )
     check_rank("k", k, DENSE)
     check_rank("v", v, DENSE)

@@ -11,6 +11,7 @@ from .describe import type_name
 from .kernels import DTYPE_NAMES
 
 MAX_HEAD_DIM = 256
+LATENT = (576, 512)  # head dims of multi-head latent attention, absorbed: of k, and of v in it
 FP8 = torch.float8_e4m3fn
 DENSE = "(batch, seqlen, nheads, head_dim)"
 VARLEN = "(total tokens, nheads, head_dim)"
@@ -120,6 +121,17 @@ def is_fp8(tensor: torch.Tensor) -> bool:
     return tensor.dtype == FP8
 
 
+def is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Returns whether v is the first 512 columns of k's 576, in the same memory."""
+    return (
+        (k.shape[-1], v.shape[-1]) == LATENT
+        and k.stride() == v.stride()
+        and k.storage_offset() == v.storage_offset()
+        and k.untyped_storage()._cdata == v.untyped_storage()._cdata
+        and not is_fp8(k)
+    )
+
+
 def check_cached(
     q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str = "q"
 ) -> None:
@@ -151,17 +163,24 @@ def check_batch(name: str, tensor: torch.Tensor, batch: int) -> None:
         )
 
 
-def check_head_dim(name: str, tensor: torch.Tensor) -> None:
+def check_head_dim(name: str, tensor: torch.Tensor, of_cache: bool = False) -> None:
     """Checks that kernels take the head_dim of a tensor."""
     head_dim = tensor.shape[-1]
     if head_dim == 0 or head_dim > MAX_HEAD_DIM:
-        raise ArgumentError(f"{name}: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {head_dim}")
+        k, v = LATENT
+        also = f", or {k} with v_cache = k_cache[..., :{v}]" if of_cache else ""
+        raise ArgumentError(
+            f"{name}: expected a head_dim of 1 to {MAX_HEAD_DIM}{also}, got {head_dim}"
+        )
 
 
-def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names = NAMES) -> None:
+def check_heads(
+    q: torch.Tensor, k: torch.Tensor, names: Names = NAMES, latent: bool = False
+) -> None:
     """Checks head_dim of q, and that nheads_k divides nheads."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
-    check_head_dim(names.q, q)
+    if not latent:
+        check_head_dim(names.q, q, names is NAMES_CACHE)
     if nheads == 0:
         raise ArgumentError(f"{names.q}: expected at least 1 head, got shape {tuple(q.shape)}")
     if nheads_k == 0 or nheads % nheads_k != 0:

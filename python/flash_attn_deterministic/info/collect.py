@@ -10,6 +10,7 @@ import torch
 
 from ..build_info import BuildInfo, Upstream, build_info
 from ..checks import kernels
+from ..checks.tensors import MAX_HEAD_DIM
 from ..errors import FlashAttnError
 from ..mode import Mode, get_deterministic_mode
 from ..ops import library
@@ -92,7 +93,7 @@ class Info:
             f"CUDA toolkit   {self.cuda_toolkit}; Linux driver {floor}",
             f"architectures  {', '.join(self.architectures)}",
             *(
-                f"kernels        {direction} {dtype}, head_dim up to: {', '.join(map(str, dims))}"
+                f"kernels        {direction} {dtype}, head_dim up to: {_listed(dims)}"
                 for direction, dtypes in self.instances.items()
                 for dtype, dims in dtypes.items()
             ),
@@ -184,6 +185,11 @@ def _mode() -> tuple[Mode | None, str]:
         return get_deterministic_mode(), ""
     except FlashAttnError as error:
         return None, str(error)
+
+
+def _listed(head_dims: list[int]) -> str:
+    shown = ", ".join(str(dim) for dim in head_dims if dim <= MAX_HEAD_DIM)
+    return shown + "".join(f"; {dim} alone" for dim in head_dims if dim > MAX_HEAD_DIM)
 
 
 def _instances(built: BuildInfo) -> dict[str, dict[str, list[int]]]:

@@ -63,7 +63,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
-            head_dim is 1 to 256; if no multiple of 8, the cache is copied at each call.
+            head_dim is 1 to 256; if no multiple of 8, the cache is copied at each call. Or it is
+            576, for multi-head latent attention: see v_cache.
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), like q, last dimension contiguous;
             with block_table (num_blocks, page_block_size, nheads_k, head_dim), where
             page_block_size is a multiple of 16. nheads is a multiple of nheads_k. batch_cache may
@@ -73,7 +74,13 @@ def flash_attn_with_kvcache(
             of 8 bytes: the bits are those of the call on k_cache.to(q.dtype) and
             v_cache.to(q.dtype), which holds the same numbers. Nothing can be appended then.
         v_cache: like k_cache; its head_dim_v may be another one, as in `flash_attn_func`. Where it
-            is padded, the cache is copied at each call.
+            is padded, the cache is copied at each call. Multi-head latent attention (MLA, absorbed)
+            has q and k_cache of head_dim 576, float16 or bfloat16, and v_cache=k_cache[..., :512],
+            in the same memory; out has 512 columns. Nothing can be appended then: write new rows
+            into k_cache before the call. softmax_scale None is 576 ** -0.5; a model has its own
+            (DeepSeek: 192 ** -0.5, times its factor for YaRN). A row has the same bits in any
+            batch, contiguous or in pages, alone or with other queries and heads; prefill of heads
+            that are not absorbed (192 and 128) has others.
         k: (batch, seqlen_new, nheads_k, head_dim), like q: written to k_cache at cache_seqlens;
             None: nothing to append. The cache must have room.
         v: like k; both or none.
@@ -111,7 +118,8 @@ def flash_attn_with_kvcache(
         out and softmax_lse (batch, nheads, seqlen_q) in float32, as in `flash_attn_func`.
 
     Raises:
-        As `flash_attn_func`.
+        As `flash_attn_func`, and:
+        UnsupportedError: k, with a cache in float8_e4m3fn or one of multi-head latent attention.
 
     Source:
         flash_attn_with_kvcache of flash_attn 2.8.3 (flash_attn_interface.py); FlashAttention-2

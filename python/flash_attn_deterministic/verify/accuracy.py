@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..checks.tensors import LATENT
 from ..mode import deterministic_mode
 from . import bounds, standard
 from .bounds import Error
@@ -37,6 +38,8 @@ _FORMS: dict[str, dict[str, Any]] = {
     "cache-places": {"room": 70, "leftpad": 21, "reordered": True},
     "pages": {"page_size": 16},
     "pages-fp8": {"page_size": 32, "fp8": True},
+    "latent": {"room": 40, "latent": True},
+    "latent-pages": {"page_size": 64, "latent": True},
     "append": {"room": 40, "new": 5},
     "append-pages": {"page_size": 16, "new": 5, "rotary": True},
     "append-halves": {"room": 40, "new": 5, "rotary": False},
@@ -63,20 +66,28 @@ class Case:
     dlse: bool = False  # whether softmax_lse has a gradient
 
 
-def cases(device: str) -> Iterator[Case]:
-    """Yields the cases of a head dim and dtype: lengths, features, layouts."""
+def cases(device: str, latent: bool = False) -> Iterator[Case]:
+    """Yields the cases of a head dim and dtype: lengths, features, layouts.
+
+    `latent`: those of multi-head latent attention, which has one head dim.
+    """
     cuda = device == "cuda"
     seqlen_q, seqlen_k, shrink = (333, 1000, 1) if cuda else (70, 130, 6)
-    for feature in ("full", "causal"):
-        for shape in _SHAPES[device]:
-            yield replace(shape, name=f"{shape.name} {feature}", feature=feature)
-
     def case(name: str, feature: str, form: str = "dense", batch: int = 3, **rest: bool) -> Case:
         return Case(name, seqlen_q, seqlen_k, feature, form, batch, shrink=shrink, **rest)
 
+    if latent:
+        for form, feature in itertools.product(("latent", "latent-pages"), _OF_FORMS):
+            one = case(f"{form} {feature}", feature, form)
+            yield replace(one, seqlen_q=seqlen_q // 60, nheads_k=1)
+        return
+    for feature in ("full", "causal"):
+        for shape in _SHAPES[device]:
+            yield replace(shape, name=f"{shape.name} {feature}", feature=feature)
     for feature in FEATURES:
         yield case(feature, feature, batch=2, backward=True)
-    for form, feature in itertools.product(list(_FORMS)[1:], _OF_FORMS):
+    others = [form for form in _FORMS if form != "dense" and not form.startswith("latent")]
+    for form, feature in itertools.product(others, _OF_FORMS):
         yield case(f"{form} {feature}", feature, form, backward=form == "packed")
     for form in ("dense", "packed", "append-pages"):
         yield case(f"{form} narrow-v", "causal", form, backward="append" not in form, narrow=True)
@@ -120,7 +131,8 @@ def measure(
     and whether it passed; `criterion` in words.
     """
     rows = []
-    for case in cases(device) if among is None else among:
+    latent = config[0] == LATENT[0]
+    for case in cases(device, latent) if among is None else among:
         call, seed = _draw(case, config, device, attention)
         for direction, tensor, error, other in _errors(case, call, seed):
             rows.append(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..architectures import Architecture, parse
 from ..build_info import BuildInfo, build_info
+from ..checks.tensors import MAX_HEAD_DIM
 from ..info import collect
 from . import tasks
 from .installed import NotInstalledError
@@ -86,6 +87,7 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
         for dtype in _DTYPES
         for head_dim in info.tiles
         if (direction, dtype, head_dim) not in held
+        and (direction == "fwd" or head_dim <= MAX_HEAD_DIM)
     ]
 
 

@@ -39,7 +39,8 @@ class Task(NamedTuple):
 
 def list_tasks(options: Options, held: Callable[[Config], bool]) -> list[Task]:
     """Lists the tasks of a run, in order, of configs that the wheel can run."""
-    configs = size_of(options.device, options.quick, held).configs
+    size = size_of(options.device, options.quick, held)
+    configs = (*size.configs, *size.latent)
     ids = {
         "contract": [check.id for check in CHECKS],
         "accuracy": [f"{head_dim} {dtype}" for head_dim, dtype in configs],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.checks.tensors import LATENT
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-HEAD_DIMS = (32, 64, 72, 96, 128, 192, 256)  # one for each kernel, and 72, which is padded
+# One for each kernel, and 72, which is padded.
+HEAD_DIMS = (32, 64, 72, 96, 128, 192, 256, LATENT[0])
 SPLIT = 64
 ONE_SM = "sms=1"  # which two row blocks or one head keep busy
 Options = dict[str, Any]
@@ -204,18 +207,46 @@ def sinks(head_dim: int) -> None:
     torch.autograd.backward(flash_attn_func(q, k, k), draw(*q.shape))
 
 
+def latent() -> None:
+    """Multi-head latent attention in each tile of both families: one split and several, pages."""
+    pages = torch.randperm(30).to("cuda", torch.int32).view(3, 10)
+    caches = ((draw(3, 160, 1, LATENT[0]), None), (draw(30, 16, 1, LATENT[0]), pages))
+    lengths = int32(0, 64, 157)
+    for seqlen_q, nheads in ((1, 1), (1, 20), (5, 14), (20, 2)):  # more rows than 1, 16 and 64
+        q = draw(3, seqlen_q, nheads, LATENT[0])
+        calls: tuple[Options, ...] = (
+            {"causal": True, "split_size": SPLIT},
+            {"causal": True, "split_size": 0},
+            {**general(nheads), "split_size": SPLIT},
+        )
+        for family, (cache, table) in itertools.product(("sm80", "sm90"), caches):
+            with device_override(f"family={family}"):
+                for options in calls:
+                    flash_attn_with_kvcache(
+                        q,
+                        cache,
+                        cache[..., : LATENT[1]],
+                        cache_seqlens=lengths,
+                        block_table=table,
+                        **options,
+                    )
+
+
 def main() -> None:
     """Makes the calls; what they compute is the tests' business."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head_dims", type=int, nargs="*", default=HEAD_DIMS)
     torch.manual_seed(0)
     for head_dim in parser.parse_args().head_dims:
-        forward(head_dim)
-        decode(head_dim)
-        layouts(head_dim)
-        large_pages(head_dim)
-        backward(head_dim)
-        sinks(head_dim)
+        if head_dim == LATENT[0]:
+            latent()
+        else:
+            forward(head_dim)
+            decode(head_dim)
+            layouts(head_dim)
+            large_pages(head_dim)
+            backward(head_dim)
+            sinks(head_dim)
         torch.cuda.synchronize()
         print(f"head dim {head_dim}: all calls made", flush=True)
 

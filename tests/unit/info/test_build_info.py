@@ -99,7 +99,7 @@ def test_damaged_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_installed_wheel_has_a_tile_for_every_head_dim() -> None:
     info = build_info()
-    assert list(info.tiles) == [32, 64, 96, 128, 192, 256]
+    assert list(info.tiles) == [32, 64, 96, 128, 192, 256, 576]
     for tile in info.tiles.values():
         assert tile.block_n & (tile.block_n - 1) == 0
     assert {i.head_dim for i in info.instances} <= set(info.tiles)

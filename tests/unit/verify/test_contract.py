@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_with_kvcache
+from flash_attn_deterministic.checks.tensors import LATENT
 from flash_attn_deterministic.errors import UnsupportedError
 from flash_attn_deterministic.verify.contract import (
     CHECKS,
@@ -71,13 +72,16 @@ def test_a_full_run_has_all_that_a_quick_one_has() -> None:
 
 def test_a_full_run_meets_every_kernel_of_the_release() -> None:
     table = json.loads((ROOT / "cpp" / "instances.json").read_text(encoding="utf-8"))
-    compiled = sorted(map(int, table["bwd_tiles"]))
-    assert all(sorted(map(int, tiles)) == compiled for tiles in table["fwd_tiles"].values())
+    compiled, latent = sorted(map(int, table["bwd_tiles"])), LATENT[0]
+    for path, tiles in table["fwd_tiles"].items():
+        assert sorted(map(int, tiles)) == ([latent] if "latent" in path else compiled)
+    size = size_of("cuda", quick=False)
+    assert {head_dim for head_dim, _ in size.latent} == {latent}
     met = {
-        (next(kernel for kernel in compiled if kernel >= head_dim), dtype)
-        for head_dim, dtype in size_of("cuda", quick=False).configs
+        (next(kernel for kernel in (*compiled, latent) if kernel >= head_dim), dtype)
+        for head_dim, dtype in (*size.configs, *size.latent)
     }
-    assert met == set(itertools.product(compiled, table["dtypes"]))
+    assert met == set(itertools.product((*compiled, latent), table["dtypes"]))
 
 
 def test_configs_that_the_wheel_lacks_are_left_out() -> None:

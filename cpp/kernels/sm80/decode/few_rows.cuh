@@ -12,10 +12,10 @@
 #include <type_traits>
 
 #include "few_rows_copy.cuh"
+#include "few_rows_end.cuh"
 #include "few_rows_fragments.cuh"
 #include "few_rows_traits.h"
 #include "sm80/row_group.cuh"
-#include "tree/row_end.h"
 #include "tree/softmax_steps.h"
 
 namespace fad {
@@ -140,22 +140,15 @@ __device__ __forceinline__ void write_part(const FwdParams& params, const RowGro
                                            const FewRowsState<Traits>& state) {
   const int lane = threadIdx.x % 32;
   const int column = sharer<Traits>() * Traits::kColumns + lane % 4 * 2;
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.y) * params.parts.ctas + blockIdx.x) * params.parts.rows;
   const FewRowsSum<Traits> sum(state);
   if (sum.is_mine && sum.row < rows.count) {
-    params.parts.state[first + sum.row] = make_float2(sum.row_max, state.row_sum);
+    params.parts.state[part_row(params, sum.row)] = make_float2(sum.row_max, state.row_sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row<Traits>() + lane / 4 + 8 * half;
     if (row < rows.count) {
-      float* const part = params.parts.acc + (first + row) * Traits::kHeadDim + column;
-#pragma unroll
-      for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
-        *reinterpret_cast<float2*>(part + tile * 8) =
-            make_float2(state.acc[tile][2 * half], state.acc[tile][2 * half + 1]);
-      }
+      write_part_columns<Traits::kHeadDim>(params, row, column, state.acc, half);
     }
   }
 }
@@ -165,48 +158,20 @@ template <typename Traits>
 __device__ __forceinline__ void write_rows(const FwdParams& params, const SequenceInfo& info,
                                            const RowGroup& rows, const FewRowsState<Traits>& state,
                                            float2* ends) {
-  using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32;
   const int column = sharer<Traits>() * Traits::kColumns + lane % 4 * 2;
-  FewRowsSum<Traits> sum(state);
-  float row_sum = state.row_sum;
-  __syncthreads();
-  if (sum.is_mine) {
-    if (sum.row < rows.count) {
-      write_row_max(params, info, rows.bidb, rows.head(sum.row), rows.token(sum.row), sum.row_max,
-                    row_sum);
-    }
-    const float weight = merge_sink(params, rows.head(sum.row), sum.row_max, row_sum);
-    ends[sum.row] = make_float2(weight, inverse_sum(row_sum));
-  }
+  const FewRowsSum<Traits> sum(state);
   __syncthreads();
   if (sum.is_mine && sum.row < rows.count) {
-    write_lse(params, info, rows.bidb, rows.head(sum.row), rows.token(sum.row), sum.row_max,
-              row_sum);
+    ends[sum.row] = end_row(params, info, rows, sum.row, sum.row_max, state.row_sum);
   }
+  __syncthreads();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row<Traits>() + lane / 4 + 8 * half;
     if (row < rows.count) {
-      const float2 end = ends[row];  // weight, and inverse of the sum
-      Element* const out =
-          out_row<Element>(params, info, rows.bidb, rows.head(row), rows.token(row)) + column;
-      const auto for_each = [&](auto write) {
-#pragma unroll
-        for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
-          if (column + tile * 8 < params.d) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              write(out + tile * 8 + i,
-                    normalised(rescaled_acc(state.acc[tile][2 * half + i], end.x), end.y));
-            }
-          }
-        }
-      };
-      for_each([](Element* to, float exact) { *to = static_cast<Element>(exact); });
-      if (params.residual != nullptr) {
-        for_each([&](Element* to, float exact) { keep_residual(params, to, exact); });
-      }
+      write_columns<typename Traits::Element>(params, info, rows, row, column, state.acc, half,
+                                              ends[row]);
     }
   }
 }

@@ -20,16 +20,22 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uin
 }
 
 // q of 16 rows, as the tensor cores take it: 16 columns a step.
+template <int kHeadDim>
+__device__ __forceinline__ void load_query_step(const char* slot, int first_row, int step,
+                                                uint32_t (&q)[4]) {
+  const int lane = threadIdx.x % 32;
+  cute::SM75_U32x4_LDSM_N::copy(
+      *reinterpret_cast<const cute::uint128_t*>(
+          slot + slot_offset<kHeadDim>(first_row + lane % 16, step * 2 + lane / 16)),
+      q[0], q[1], q[2], q[3]);
+}
+
 template <int kHeadDim, int kSteps>
 __device__ __forceinline__ void load_queries(const char* slot, int first_row,
                                              uint32_t (&q)[kSteps][4]) {
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    cute::SM75_U32x4_LDSM_N::copy(
-        *reinterpret_cast<const cute::uint128_t*>(
-            slot + slot_offset<kHeadDim>(first_row + lane % 16, step * 2 + lane / 16)),
-        q[step][0], q[step][1], q[step][2], q[step][3]);
+    load_query_step<kHeadDim>(slot, first_row, step, q[step]);
   }
 }
 

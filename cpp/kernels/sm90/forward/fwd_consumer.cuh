@@ -352,8 +352,8 @@ struct Consumer {
     supply.ring.advance(call.blocks);
     keys.cap(call, scores);
     keys.hide(call, row_in_group, lane, block, scores);
-    find_maxima<T>(call, scores, rows, scales);
-    exponentiate<T>(call, scores, rows, scales);
+    find_maxima<T>(call.scale_log2, scores, rows, scales);
+    exponentiate<T>(call.scale_log2, scores, rows, scales);
     pack_weights<T>(scores, weights);
     empty_acc = true;
   }
@@ -391,7 +391,7 @@ struct Consumer {
     if constexpr (kHides) {
       keys.hide(call, row_in_group, lane, block, scores);
     }
-    find_maxima<T>(call, scores, rows, scales);
+    find_maxima<T>(call.scale_log2, scores, rows, scales);
     if constexpr (T::kSteps == 2) {
       wgmma_wait<0>();
       hold(acc);
@@ -405,7 +405,7 @@ struct Consumer {
     if constexpr (kNewSplit) {
       lines = find_lines(turn);  // as part of the softmax: the products are under way
     }
-    exponentiate<T>(call, scores, rows, scales);
+    exponentiate<T>(call.scale_log2, scores, rows, scales);
     if constexpr (T::kWaitsLast) {
       supply.wait_full_after(rows.sum, supply.ring);  // the next keys, or the last values
     }

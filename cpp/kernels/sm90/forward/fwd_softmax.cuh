@@ -41,9 +41,8 @@ __device__ __forceinline__ constexpr int first_score(int step) {
 }
 
 template <typename T>
-__device__ __forceinline__ void find_maxima(const FwdCall& call,
-                                            const float (&scores)[T::kKeys / 2], RowState& rows,
-                                            StepScales<T::kSteps>& scales) {
+__device__ __forceinline__ void find_maxima(float scale_log2, const float (&scores)[T::kKeys / 2],
+                                            RowState& rows, StepScales<T::kSteps>& scales) {
   float maxima[T::kSteps][2];
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
@@ -75,15 +74,15 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
       const float before = rows.max[r];
       rows.max[r] = fmaxf(before, maxima[step][r]);
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
-      scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
-      scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
+      scales.factor[step][r] = rescale_factor(before, now, scale_log2);
+      scales.max_scaled[step][r] = scaled_max(now, scale_log2);
     }
   }
 }
 
 // Scores become their exponentials, and are added to the rows' sums.
 template <typename T>
-__device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
+__device__ __forceinline__ void exponentiate(float scale_log2, float (&scores)[T::kKeys / 2],
                                              RowState& rows, const StepScales<T::kSteps>& scales) {
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
@@ -95,7 +94,7 @@ __device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores
     for (int j = 0; j < kStep / 2; ++j) {
       const int r = j / 2 % 2;
       float& s = scores[first_score<T>(step) + j];
-      s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
+      s = scaled_exp2(s, scale_log2, scales.max_scaled[step][r]);
       rows.sum[r] = __fadd_rn(rows.sum[r], s);
     }
   }

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checks.tensors import LATENT
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -18,10 +20,14 @@ Tensors = dict[str, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _plan(*args: Any, **kwargs: Any) -> Any:
+def _plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
     import flash_attn_deterministic as package
 
-    return package.explain(package.flash_attn_func, *args, **kwargs)
+    if (k.shape[-1], v.shape[-1]) == LATENT:
+        return package.explain(
+            package.flash_attn_with_kvcache, q, k, k[..., : LATENT[1]], **kwargs
+        )
+    return package.explain(package.flash_attn_func, q, k, v, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,13 @@ class Call:
     def kv_heads(self, begin: int, end: int) -> Self:
         """Returns the call on whole groups of heads alone."""
         group = self.q.shape[2] // self.k.shape[2]
-        heads = slice(begin * group, end * group)
+        return self.heads(begin * group, end * group)._part(g=slice(begin, end))
+
+    def heads(self, begin: int, end: int) -> Self:
+        """Returns the call on query heads alone, with the keys of all."""
+        heads = slice(begin, end)
         sinks = {} if self.sinks is None else {"learnable_sink": self.sinks[heads]}
-        return self.with_options(**sinks)._part(h=heads, g=slice(begin, end))
+        return self.with_options(**sinks)._part(h=heads)
 
     def _part(self, **places: slice | list[int]) -> Self:
         tensors = {name: getattr(self, name) for name in ("q", "k", "v", "dout", "slopes", "dlse")}

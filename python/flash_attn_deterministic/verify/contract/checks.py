@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import backward, families, forward, golden, storage
+from . import backward, families, forward, golden, latent, storage
 from .check import Check, feature_cases
 
 CHECKS: tuple[Check, ...] = (
@@ -17,6 +17,8 @@ CHECKS: tuple[Check, ...] = (
           storage.capacity),
     Check("paged", "contiguous or in pages of any order", storage.paged_cases, storage.paged),
     Check("varlen", "dense, packed or padded", storage.varlen_cases, storage.varlen),
+    Check("latent", "multi-head latent attention: batch, pages, heads, one query or several",
+          latent.latent_cases, latent.latent),
     Check("heads", "KV groups alone or together; shared or repeated keys", feature_cases,
           forward.head_groups),
     Check("schedule", "one thread block per row block or many", forward.schedule_cases,

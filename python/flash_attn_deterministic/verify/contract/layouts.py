@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checks.tensors import FP8
+from ...checks.tensors import FP8, LATENT
 from .. import exact
 from .call import Call, Tensors, cumulative, garbage, int32, named_gradients, part
 
@@ -120,6 +120,7 @@ def cached(
     new: int = 0,
     rotary: Rotary | None = None,
     fp8: bool = False,
+    latent: bool = False,
 ) -> Parts:
     """Runs the first keys of each sequence by flash_attn_with_kvcache.
 
@@ -127,7 +128,8 @@ def cached(
     `reordered`: sequences lie in another order, in more places; `new`: how many of the keys the
     call appends. Parts then have `k_cache` and `v_cache`, the keys and values of the sequence as
     the call leaves them, and calls whose new keys and queries are rotated. `fp8`: the cache is in
-    8 bits, with a scale of each head, and calls have keys and values that it holds.
+    8 bits, with a scale of each head, and calls have keys and values that it holds. `latent`:
+    values are the first columns of keys, in the same memory.
     """
     device, batch = call.q.device, len(lengths)
     if fp8:
@@ -135,6 +137,8 @@ def cached(
         k = (call.k / k_scale).to(FP8).to(call.q) * k_scale
         v = (call.v / v_scale).to(FP8).to(call.q) * v_scale
         call = replace(call, k=k, v=v)
+    if latent:
+        call = replace(call, v=call.k[..., : LATENT[1]])
     ones = alone(call, [call.q.shape[1]] * batch, lengths)
     used = [length - new for length in lengths]
     arguments: dict[str, Any] = {}
@@ -154,6 +158,8 @@ def cached(
         k_cache, v_cache = (
             buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
         )
+    if latent:
+        v_cache = k_cache[..., : LATENT[1]]
     # Lengths count from the cache's first row.
     arguments["cache_seqlens"] = int32([n + pad for n, pad in zip(used, pads, strict=True)], device)
     if new:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...checks.tensors import LATENT
 from ..features import CAUSAL, OF_CONTRACT, options_of
 
 Config = tuple[int, str]
@@ -30,12 +31,16 @@ _CONFIGS: tuple[Config, ...] = (
 )
 
 
+_LATENT: tuple[Config, ...] = ((LATENT[0], "bf16"), (LATENT[0], "fp16"))
+
+
 @dataclass(frozen=True)
 class Size:
     """What cases are drawn from."""
 
     device: str  # "cpu" or "cuda"
     configs: tuple[Config, ...]  # head dims with dtypes
+    latent: tuple[Config, ...]  # the same of multi-head latent attention
     features: tuple[str, ...]  # names in features.FEATURES
     window_shrink: int  # windows are divided by it
     splits: tuple[int, ...]  # split sizes; the last is the default mode's on a GPU
@@ -63,12 +68,13 @@ class Size:
 
 def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _: True) -> Size:
     """Returns the size of a run on a device whose wheel holds some configs."""
-    configs = tuple(filter(held, _CONFIGS))
+    configs, latent = (tuple(filter(held, some)) for some in (_CONFIGS, _LATENT))
     features = OF_CONTRACT
     if device == "cpu":
         return Size(
             device=device,
             configs=((64, "bf16"), (72, "fp16")) if quick else configs,
+            latent=latent[:1] if quick else latent,
             features=("full", "causal", "window", "everything-causal") if quick else features,
             window_shrink=6,
             splits=(64, 128),
@@ -87,6 +93,7 @@ def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _:
     return Size(
         device=device,
         configs=configs[:5] if quick else configs,
+        latent=latent[:1] if quick else latent,
         features=small if quick else features,
         window_shrink=1,
         splits=(64, 512, 2048),

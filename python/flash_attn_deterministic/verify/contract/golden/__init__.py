@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from ....build_info import build_info
+from ....checks.tensors import LATENT
 from ..call import Attention
 from ..check import Case, Mismatch, expect_numbers
 from ..sizes import Size
@@ -21,9 +22,11 @@ from .calls import CALLS
 
 
 def golden_cases(size: Size) -> Iterator[Case]:
-    """Yields each call at each head dim and dtype."""
-    for head_dim, dtype in size.configs:
+    """Yields each call at each head dim and dtype that it is for."""
+    for head_dim, dtype in (*size.configs, *size.latent):
         for number, call in enumerate(CALLS):
+            if call.latent != (head_dim == LATENT[0]):
+                continue
             name = f"d{head_dim}-{dtype}-{call.name}"
             yield Case(name, head_dim, dtype, call.feature, 0, {"call": number})
 

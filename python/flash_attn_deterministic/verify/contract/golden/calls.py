@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ....checks.tensors import LATENT
 from ...features import FEATURES
 from .. import layouts
 from ..call import DTYPES, Attention, Call, Tensors, part
@@ -20,7 +21,7 @@ _ROTARY_DIM = 32
 
 @dataclass(frozen=True)
 class GoldenCall:
-    """A call, whatever the head dim and dtype."""
+    """A call, whatever the head dim and dtype; `latent`, for its head dim alone."""
 
     name: str  # unique among the calls
     form: str  # "dense", "packed" or "cache"
@@ -31,6 +32,7 @@ class GoldenCall:
     page_size: int = 0  # tokens to a page; 0: none
     new: int = 0  # keys of a cache that the call appends, rotated
     backward: bool = False  # whether the results are gradients
+    latent: bool = False  # whether values are the first columns of keys, in one cache
 
     def inputs(self, config: Config, attention: Attention, device: str) -> tuple[Call, str]:
         """Draws tensors on the CPU, and moves them: a dense call of all sequences, and their hash.
@@ -67,6 +69,8 @@ class GoldenCall:
             for own, (_, length) in zip(drawn[name], self.lengths, strict=True):
                 own[length - self.new : length] = own[-self.new :].clone()
         tensors = {name: t.to(device) for name, t in drawn.items()}
+        if self.latent:
+            tensors["v"] = tensors["k"][..., : LATENT[1]]
         slopes = None if slopes is None else slopes.to(device)
         options["split_size"] = self.split_size
         return Call(attention, **tensors, slopes=slopes, options=options), found
@@ -100,6 +104,7 @@ class GoldenCall:
             return layouts.cached(
                 call, lengths_k,
                 room=_CAPACITY, page_size=self.page_size, new=self.new, rotary=rotary,
+                latent=self.latent,
             )  # fmt: skip
         results = call.gradients() if self.backward else call()
         ones = layouts.alone(call, lengths_q, lengths_k)
@@ -155,4 +160,7 @@ CALLS: tuple[GoldenCall, ...] = (
     ),
     GoldenCall("backward-causal-mha", "dense", _SELF, "causal", heads=(2, 2), backward=True),
     GoldenCall("backward-packed", "packed", _RAGGED, "causal", backward=True),
+    _decode("latent", 1, heads=(16, 1), latent=True),
+    _decode("latent-paged", 3, heads=(40, 1), page_size=48, latent=True),
+    _decode("latent-alibi", 1, heads=(4, 2), feature="alibi", latent=True),
 )
