@@ -17,6 +17,7 @@ list(SORT _numbers COMPARE NATURAL)
 list(GET _numbers 0 _lowest)
 
 set(_codes "")
+set(_newer_ptx "")
 foreach(_architecture IN LISTS _every_gpu)
   if(NOT _architecture MATCHES "^([0-9]+)(-real|-virtual)?$")
     message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected numbers like 80, 80-real or 80-virtual, "
@@ -31,20 +32,23 @@ foreach(_architecture IN LISTS _every_gpu)
     if(_number STREQUAL _lowest)
       list(APPEND _codes "compute_${_number}")
     else() # PTX of its own: the front end runs once more
-      target_compile_options(
-        fad_kernels
-        PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_number},code=[compute_${_number}]>")
+      list(APPEND _newer_ptx "arch=compute_${_number},code=[compute_${_number}]")
     endif()
   endif()
 endforeach()
 list(JOIN _codes "," _codes)
 
-set_target_properties(fad_kernels PROPERTIES CUDA_ARCHITECTURES OFF)
-target_compile_options(
-  fad_kernels
-  PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_lowest},code=[${_codes}]>")
+# Further arguments: what to compile a target for.
+function(fad_compile_for name)
+  foreach(_option IN LISTS ARGN)
+    target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=${_option}>")
+  endforeach()
+endfunction()
 
-# Sources that are compiled otherwise than the rest; further arguments: their options.
+set_target_properties(fad_kernels PROPERTIES CUDA_ARCHITECTURES OFF)
+fad_compile_for(fad_kernels ${_newer_ptx} "arch=compute_${_lowest},code=[${_codes}]")
+
+# Sources that are compiled for other architectures than the rest.
 function(fad_other_kernels name sources)
   if(NOT sources)
     return()
@@ -52,21 +56,19 @@ function(fad_other_kernels name sources)
   add_library(${name} OBJECT ${sources})
   target_link_libraries(${name} PRIVATE fad_kernels)
   target_compile_options(${name} PRIVATE ${_flags})
-  foreach(_option IN LISTS ARGN)
-    target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=${_option}>")
-  endforeach()
+  fad_compile_for(${name} ${ARGN})
   set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE fad_cuda
                                            POSITION_INDEPENDENT_CODE ON)
 endfunction()
 
 fad_other_kernels(fad_kernels_sm90 "${FAD_SM90_SOURCES}" "arch=compute_90a,code=[sm_90a]")
 
-set(_options "")
+set(_options ${_newer_ptx})
 set(_codes_below "")
 string(REPLACE "," ";" _codes "${_codes}")
 foreach(_code IN LISTS _codes)
   string(REGEX MATCH "[0-9]+" _number "${_code}")
-  if(_number GREATER_EQUAL 89)
+  if(_number GREATER_EQUAL 89 AND _code MATCHES "^sm_")
     list(APPEND _options "arch=compute_${_number},code=[${_code}]")
   else()
     list(APPEND _codes_below "${_code}")

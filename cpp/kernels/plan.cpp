@@ -366,8 +366,10 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return newer.possible ? newer : of(Family::kSm80);
     }
     // Parts of the sm80 family have fewer rows, of which the scratch memory holds more splits. That
-    // they are faster than one CTA shows only where the host knows the lengths.
-    const bool wanted = device.family != Family::kSm90 && params.cu_seqlens_k == nullptr;
+    // they are faster than one CTA shows only where the host knows the lengths; a latent cache has
+    // no such way.
+    const bool wanted = device.family != Family::kSm90 &&
+                        (params.cu_seqlens_k == nullptr || params.d == kLatentHeadDim);
     const Candidate older = wanted ? of(Family::kSm80) : Candidate{};
     return older.possible ? older : newer;
   };

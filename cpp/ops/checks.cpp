@@ -110,16 +110,6 @@ void check_cached(const Tensor& k, const char* name_k, const Tensor& v, const ch
         Described{v});
 }
 
-bool is_latent(const Tensor& k, const Tensor& v) {
-  const std::int64_t last = k.dim() - 1;
-  bool same = k.size(last) == kLatentHeadDim && v.size(last) == kLatentHeadDimV &&
-              k.data_ptr() == v.data_ptr() && !is_e4m3(k);
-  for (std::int64_t dim = 0; dim <= last; ++dim) {
-    same = same && k.stride(dim) == v.stride(dim);
-  }
-  return same;
-}
-
 void check_heads(const Tensor& q, const Tensor& k, const Tensor& v, bool latent) {
   for (const auto& [tensor, name] : {std::pair{q, "q"}, std::pair{v, "v"}}) {
     const std::int64_t head_dim = tensor.size(tensor.dim() - 1);

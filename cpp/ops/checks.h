@@ -73,11 +73,7 @@ void check_cached(const torch::stable::Tensor& k, const char* name_k,
                   const torch::stable::Tensor& q, std::int64_t dims);
 bool is_e4m3(const torch::stable::Tensor& tensor);
 
-// Whether a cache is that of multi-head latent attention: head_dim 576, of which v is the first 512
-// columns, where k has them.
-bool is_latent(const torch::stable::Tensor& k, const torch::stable::Tensor& v);
-
-// head_dim of q and v, and the number of heads of q over that of k.
+// head_dim of q and v, and the number of heads of q over that of k. latent: as of kLatentHeadDim.
 void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v, bool latent = false);
 

@@ -84,13 +84,14 @@ Outputs varlen_fwd(const Extra& extra, const torch::stable::Tensor& q,
 // q: (batch, seqlen_q, nheads, head_dim)
 // k_cache, v_cache: (batch of the cache, capacity, nheads_k, head_dim), or pages: (num_blocks,
 // page_block_size, nheads_k, head_dim); appended to in place; or e4m3, and not appended to
-// or q and k_cache of head_dim 576, v_cache the first 512 columns of k_cache, not appended to
+// v_cache none: q and k_cache have head_dim 576, whose first 512 columns are the values; not
+// appended to
 // k, v: (batch, seqlen_new, nheads_k, head_dim) or none
 // cache_seqlens, cache_batch_idx, cache_leftpad: (batch), int32; block_table as above
 // rotary_cos, rotary_sin: (positions, rotary_dim / 2), like q
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
 Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cache,
-                    torch::stable::Tensor v_cache, const OptionalTensor& k, const OptionalTensor& v,
+                    OptionalTensor v_cache, const OptionalTensor& k, const OptionalTensor& v,
                     const OptionalTensor& cache_seqlens, const OptionalTensor& rotary_cos,
                     const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
                     const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,

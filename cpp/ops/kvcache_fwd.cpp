@@ -1,5 +1,6 @@
 // Forward over a KV cache that new keys and values are appended to.
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 
 #include "allocate.h"
 #include "checks.h"
@@ -51,21 +52,32 @@ void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tens
   check_shape(rotary_sin, "rotary_sin", {rotary_cos.size(0), half});
 }
 
+// The values of a cache of multi-head latent attention, which its keys hold.
+Tensor latent_values(const Tensor& k_cache, const Tensor& q) {
+  check_attention_input(k_cache, "k_cache", q, 4);
+  check(q.size(3) == kLatentHeadDim && k_cache.size(3) == kLatentHeadDim,
+        "v_cache: expected a tensor, got None, which takes a head_dim of ", kLatentHeadDim,
+        " of q and k_cache, got ", q.size(3), " and ", k_cache.size(3));
+  return torch::stable::narrow(k_cache, 3, 0, kLatentHeadDimV);
+}
+
 }  // namespace
 
-Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const OptionalTensor& k,
-                    const OptionalTensor& v, const OptionalTensor& cache_seqlens,
-                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
-                    const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad,
-                    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
-                    double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-                    double softcap, bool rotary_interleaved, std::int64_t split_size,
-                    bool deterministic, const OptionalTensor& learnable_sink) {
+Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, OptionalTensor given_v_cache,
+                    const OptionalTensor& k, const OptionalTensor& v,
+                    const OptionalTensor& cache_seqlens, const OptionalTensor& rotary_cos,
+                    const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
+                    const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,
+                    const OptionalTensor& alibi_slopes, double softmax_scale,
+                    std::int64_t window_left, std::int64_t window_right, double softcap,
+                    bool rotary_interleaved, std::int64_t split_size, bool deterministic,
+                    const OptionalTensor& learnable_sink) {
   check_attention_input(q, "q", q, 4);
+  const bool latent = !given_v_cache.has_value();
+  Tensor v_cache = latent ? latent_values(k_cache, q) : *given_v_cache;
   check_cached(k_cache, "k_cache", v_cache, "v_cache", q, 4);
   check_rows(k_cache, "k_cache");
   check_rows(v_cache, "v_cache");
-  const bool latent = is_latent(k_cache, v_cache);
   check_heads(q, k_cache, v_cache, latent);
   const std::int64_t batch = q.size(0);
   const std::int64_t head_dim = q.size(3);
@@ -106,7 +118,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   check(k.has_value() || !rotates, "rotary_cos: expected None without k and v, got a tensor");
   if (k.has_value()) {
     check(!is_e4m3(k_cache), "k: expected None with a cache of float8_e4m3fn, got a tensor");
-    check(!latent, "k: expected None with a v_cache that is part of k_cache, got a tensor");
+    check(!latent, "k: expected None with v_cache None, got a tensor");
     check(cache_seqlens.has_value(),
           "cache_seqlens: expected a tensor where k and v are appended, got None");
     check_attention_input(*k, "k", q, 4);

@@ -54,7 +54,7 @@ FORWARD = {
     f"bool deterministic_bwd) -> {_OUTPUTS}",
     "varlen_qkvpacked_fwd": f"({_QKV_PACKED}, {_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, "
     f"float dropout_p, {_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
-    "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
+    "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? k, Tensor? v, "
     "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
     f"{_SCORES}, bool rotary_interleaved, {_TREE}, {_SINK}) -> {_OUTPUTS}",

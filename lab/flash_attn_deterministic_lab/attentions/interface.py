@@ -24,7 +24,8 @@ def call(module: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) ->
         result = module.flash_attn_varlen_func(q, k, v, **given)
     elif "cache_seqlens" in given or "block_table" in given:
         given.pop("deterministic", None)  # of the backward, which it does not have
-        result = module.flash_attn_with_kvcache(q, k, v, **given)
+        latent = v.shape[-1] != k.shape[-1] > 256  # the values are columns of the keys
+        result = module.flash_attn_with_kvcache(q, k, None if latent else v, **given)
     else:
         result = module.flash_attn_func(q, k, v, **given)
     out: Tensor = result[0] if isinstance(result, tuple) else result

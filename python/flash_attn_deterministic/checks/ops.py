@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, UnsupportedError
 from ..schemas import BACKWARD, FORWARD, argument_names, parts_of
 from . import kernels, numbers, values
 from .describe import shown
 from .tensors import (
     DENSE,
+    LATENT,
     NAMES,
     NAMES_CACHE,
     NAMES_KV,
@@ -42,7 +43,6 @@ from .tensors import (
     check_shape,
     check_tensor,
     is_fp8,
-    is_latent,
 )
 
 Given = dict[str, Any]
@@ -152,6 +152,8 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = parts_of(given["q"], given["qkv"])
     else:
         q, k, v = given["q"], given[names.k], given[names.v]
+        if names is NAMES_CACHE and v is None:
+            v = _values_in(q, k)
     table = given.get("block_table")
     layout = VARLEN if varlen else DENSE
     keys_layout = layout if table is None else PAGED
@@ -164,7 +166,7 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         check_alike(q, ((names.k, k), (names.v, v)), names.q)
     if not varlen:
         check_batch(names.q, q, q.shape[0])
-    latent = names is NAMES_CACHE and is_latent(k, v)
+    latent = names is NAMES_CACHE and given[names.v] is None
     check_heads(q, k, names, latent)
     head_dim = q.shape[-1]
     if varlen or names is NAMES_CACHE:
@@ -187,6 +189,21 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     if varlen:
         _lengths(given, q.device, names)
     return q, v
+
+
+def _values_in(q: Any, k: Any) -> torch.Tensor:
+    """Returns the values of a call without v_cache: a latent cache holds them in its keys."""
+    check_tensor("q", q)
+    check_tensor("k_cache", k)
+    columns, values = LATENT
+    if q.dim() == 0 or k.dim() == 0 or (q.shape[-1], k.shape[-1]) != (columns, columns):
+        check_tensor("v_cache", None)
+    if is_fp8(k):
+        raise DtypeError(
+            f"k_cache: expected {q.dtype}, the dtype of q, with v_cache=None, got {k.dtype}; "
+            "convert it with k_cache.to(q.dtype)"
+        )
+    return k[..., :values]
 
 
 def _lengths(given: Given, device: torch.device, names: Names) -> None:
@@ -286,7 +303,7 @@ def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> 
 def _cache(given: Given) -> None:
     q, v_cache = _inputs(given)
     batch, _, _, head_dim = q.shape
-    for name in ("k_cache", "v_cache"):
+    for name in ("k_cache", "v_cache") if given["v_cache"] is not None else ("k_cache",):
         # No copy is made: the cache is written in place.
         if given[name].stride(3) != 1:
             raise ArgumentError(
@@ -308,7 +325,8 @@ def _cache(given: Given) -> None:
     # Otherwise a copy is used.
     if q.device.type == "cuda" and head_dim % 8 == 0 and v_cache.shape[3] % 8 == 0:
         kernels.check_rows_aligned("k_cache", given["k_cache"])
-        kernels.check_rows_aligned("v_cache", v_cache)
+        if given["v_cache"] is not None:
+            kernels.check_rows_aligned("v_cache", v_cache)
 
 
 def _capacity(given: Given, batch: int) -> int:
@@ -347,10 +365,10 @@ def _new_tokens(given: Given, capacity: int) -> int:
             f"k: expected None with a cache in {given['k_cache'].dtype}, got a tensor; write "
             "(k / k_descale).to(k_cache.dtype) into the cache, and the same of v"
         )
-    if is_latent(given["k_cache"], given["v_cache"]):
+    if given["v_cache"] is None:
         raise UnsupportedError(
-            "k: expected None with a v_cache that is part of k_cache, got a tensor; write the new "
-            "rows into k_cache before the call"
+            "k: expected None with v_cache=None, got a tensor; write the new rows into k_cache "
+            "before the call"
         )
     check_rank("k", k, DENSE)
     check_rank("v", v, DENSE)

@@ -11,7 +11,7 @@ from .describe import type_name
 from .kernels import DTYPE_NAMES
 
 MAX_HEAD_DIM = 256
-LATENT = (576, 512)  # head dims of multi-head latent attention, absorbed: of k, and of v in it
+LATENT = (576, 512)  # columns of a row of a latent cache, and how many of them are the values
 FP8 = torch.float8_e4m3fn
 DENSE = "(batch, seqlen, nheads, head_dim)"
 VARLEN = "(total tokens, nheads, head_dim)"
@@ -121,17 +121,6 @@ def is_fp8(tensor: torch.Tensor) -> bool:
     return tensor.dtype == FP8
 
 
-def is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Returns whether v is the first 512 columns of k's 576, in the same memory."""
-    return (
-        (k.shape[-1], v.shape[-1]) == LATENT
-        and k.stride() == v.stride()
-        and k.storage_offset() == v.storage_offset()
-        and k.untyped_storage()._cdata == v.untyped_storage()._cdata
-        and not is_fp8(k)
-    )
-
-
 def check_cached(
     q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str = "q"
 ) -> None:
@@ -167,8 +156,7 @@ def check_head_dim(name: str, tensor: torch.Tensor, of_cache: bool = False) -> N
     """Checks that kernels take the head_dim of a tensor."""
     head_dim = tensor.shape[-1]
     if head_dim == 0 or head_dim > MAX_HEAD_DIM:
-        k, v = LATENT
-        also = f", or {k} with v_cache = k_cache[..., :{v}]" if of_cache else ""
+        also = f", or {LATENT[0]} with v_cache=None" if of_cache and head_dim == LATENT[0] else ""
         raise ArgumentError(
             f"{name}: expected a head_dim of 1 to {MAX_HEAD_DIM}{also}, got {head_dim}"
         )

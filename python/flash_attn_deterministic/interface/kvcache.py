@@ -21,7 +21,7 @@ from .descale import scaled, with_scaled_query
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     rotary_cos: torch.Tensor | None = None,
@@ -74,11 +74,11 @@ def flash_attn_with_kvcache(
             of 8 bytes: the bits are those of the call on k_cache.to(q.dtype) and
             v_cache.to(q.dtype), which holds the same numbers. Nothing can be appended then.
         v_cache: like k_cache; its head_dim_v may be another one, as in `flash_attn_func`. Where it
-            is padded, the cache is copied at each call. Multi-head latent attention (MLA, absorbed)
-            has q and k_cache of head_dim 576, float16 or bfloat16, and v_cache=k_cache[..., :512],
-            in the same memory; out has 512 columns. Nothing can be appended then: write new rows
-            into k_cache before the call. softmax_scale None is 576 ** -0.5; a model has its own
-            (DeepSeek: 192 ** -0.5, times its factor for YaRN). A row has the same bits in any
+            is padded, the cache is copied at each call. None: multi-head latent attention (MLA,
+            absorbed). q and k_cache have head_dim 576 then, float16 or bfloat16, and the values are
+            the first 512 columns of k_cache; so many has out. Nothing can be appended: write new
+            rows into k_cache before the call. softmax_scale None is 576 ** -0.5; a model has its
+            own (DeepSeek: 192 ** -0.5, times its factor for YaRN). A row has the same bits in any
             batch, contiguous or in pages, alone or with other queries and heads; prefill of heads
             that are not absorbed (192 and 128) has others.
         k: (batch, seqlen_new, nheads_k, head_dim), like q: written to k_cache at cache_seqlens;
@@ -139,7 +139,7 @@ def flash_attn_with_kvcache(
         with torch.no_grad():
             call = with_scaled_query(call, k_descale, v_descale)
     try:
-        head_dim_v = v_cache.shape[-1]
+        head_dim_v = 8 if v_cache is None else v_cache.shape[-1]
     except (AttributeError, IndexError, RuntimeError):
         head_dim_v = 8  # the op refuses it
     if head_dim % 8 or head_dim_v % 8:

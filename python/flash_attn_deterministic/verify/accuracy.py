@@ -73,6 +73,7 @@ def cases(device: str, latent: bool = False) -> Iterator[Case]:
     """
     cuda = device == "cuda"
     seqlen_q, seqlen_k, shrink = (333, 1000, 1) if cuda else (70, 130, 6)
+
     def case(name: str, feature: str, form: str = "dense", batch: int = 3, **rest: bool) -> Case:
         return Case(name, seqlen_q, seqlen_k, feature, form, batch, shrink=shrink, **rest)
 

@@ -128,6 +128,14 @@ def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None
     assert all(POLICY.required_architectures.values())
 
 
+def test_a_release_holds_every_head_dim_of_the_table() -> None:
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
+    head_dims = {head_dim for tiles in table["fwd_tiles"].values() for head_dim in tiles}
+    built = presets[0]["cacheVariables"]["FLASH_ATTENTION_HEAD_DIMS"].split(";")
+    assert sorted(built) == sorted(head_dims)
+
+
 def test_the_kernels_are_those_of_the_table_in_as_many_families_as_there_are() -> None:
     table = json.loads((ROOT / "cpp" / "instances.json").read_text())
     instances = [

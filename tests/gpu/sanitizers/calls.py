@@ -225,7 +225,7 @@ def latent() -> None:
                     flash_attn_with_kvcache(
                         q,
                         cache,
-                        cache[..., : LATENT[1]],
+                        None,
                         cache_seqlens=lengths,
                         block_table=table,
                         **options,

@@ -73,7 +73,8 @@ def test_check_finds_a_stale_table(tmp_path: Path, capsys: pytest.CaptureFixture
     assert tables.main(["--check", "--root", str(tmp_path)]) == 0
 
 
-GIVEN = {"wheel": "/w.whl", "out": "/out", "fa3": None, "fa4": None, "baseline": None}
+NAMES = ("fa3", "fa4", "flashmla", "baseline")
+GIVEN = {"wheel": "/w.whl", "out": "/out", **dict.fromkeys(NAMES)}
 
 
 def test_an_option_without_a_value_is_left_out() -> None:

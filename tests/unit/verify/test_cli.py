@@ -359,8 +359,8 @@ def test_progress(stream: io.StringIO, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", stream)
     verify(tmp_path)
     begin = "\r\x1b[K" if stream.isatty() else ""
-    case = f"{begin}1/17  contract: run-to-run 1/2" if stream.isatty() else ""
-    first = f"{case}{begin}1/17  contract: run-to-run: passed\n"
+    case = f"{begin}1/19  contract: run-to-run 1/2" if stream.isatty() else ""
+    first = f"{case}{begin}1/19  contract: run-to-run: passed\n"
     assert stream.getvalue().startswith(first)
 
 

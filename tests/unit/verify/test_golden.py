@@ -55,7 +55,7 @@ def drawn(case: Case, attention: Attention = OURS) -> tuple[GoldenCall, Call, st
 
 def test_inputs_are_those_that_were_hashed() -> None:
     """The committed hashes were made once; no torch, machine or Python may change the inputs."""
-    some = dataclasses.replace(ON_GPU, configs=ON_GPU.configs[::4])
+    some = dataclasses.replace(ON_GPU, configs=ON_GPU.configs[::4], latent=ON_GPU.latent[:1])
     found = {case.name: drawn(case)[2] for case in row.golden_cases(some)}
     assert found.items() <= COMMITTED.inputs.items()
 
@@ -196,8 +196,8 @@ def examined(*names: str, **functions: Callable[..., Any]) -> Entry:
     attention = dataclasses.replace(OURS, plan=forced, **functions)
     size = dataclasses.replace(size_of("cpu", quick=True), configs=((40, "fp16"),))
     for case in row.golden_cases(size):
-        golden, call, _ = drawn(case, attention)
-        if golden.name in names:
+        if calls.CALLS[case["call"]].name in names:
+            golden, call, _ = drawn(case, attention)
             parts, results = golden.run(call)
             found.add(case.name, golden, call, parts, hashes_of(results))
     return entry_of(evidence=dataclasses.asdict(found))

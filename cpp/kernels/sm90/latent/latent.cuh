@@ -77,6 +77,9 @@ __device__ __forceinline__ void load_latent(const fad::FwdParams& params, const 
                  static_cast<const char*>(from) + box * kBoxRowBytes + thread % 8 * 16, inside);
     }
   };
+  if (rows.n_max <= rows.n_min) {
+    return;  // nobody waits for the queries
+  }
 #pragma unroll 1
   for (int row = thread / 8; row < T::kRows; row += T::kRowsAtOnce) {
     const bool inside = row < rows.count;

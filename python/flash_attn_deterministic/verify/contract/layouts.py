@@ -159,7 +159,7 @@ def cached(
             buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
         )
     if latent:
-        v_cache = k_cache[..., : LATENT[1]]
+        v_cache = None
     # Lengths count from the cache's first row.
     arguments["cache_seqlens"] = int32([n + pad for n, pad in zip(used, pads, strict=True)], device)
     if new:

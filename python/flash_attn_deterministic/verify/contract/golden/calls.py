@@ -52,6 +52,7 @@ class GoldenCall:
             for name, of_keys, heads in (
                 ("q", 0, nheads), ("k", 1, nheads_k), ("v", 1, nheads_k), ("dout", 0, nheads)
             )
+            if name != "v" or not self.latent
         }  # fmt: skip
         options = dict(FEATURES[self.feature])
         slopes = None
