@@ -203,7 +203,8 @@ def _values_in(q: Any, k: Any) -> torch.Tensor:
             f"k_cache: expected {q.dtype}, the dtype of q, with v_cache=None, got {k.dtype}; "
             "convert it with k_cache.to(q.dtype)"
         )
-    return k[..., :values]
+    found: torch.Tensor = k[..., :values]
+    return found
 
 
 def _lengths(given: Given, device: torch.device, names: Names) -> None:

@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
             call = completed(call, pads=True)
             out, softmax_lse = run(call)
             out = out[..., :head_dim_v]
-            if k is not None:
+            if k is not None and v_cache is not None:
                 _, k_copy, v_copy, *_ = call[1]
                 # The cache may have been made in inference mode; kernels write to it all the same.
                 writes = nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
@@ -156,7 +156,7 @@ def flash_attn_with_kvcache(
                     _write_back(v_cache, v_copy)
     else:
         out, softmax_lse = run(call)
-    if k is not None and not torch.compiler.is_compiling():
+    if k is not None and v_cache is not None and not torch.compiler.is_compiling():
         # A backward that saved the cache has to detect the change.
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)

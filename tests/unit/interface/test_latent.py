@@ -74,14 +74,16 @@ def test_other_head_dims_have_values_of_their_own(columns: int) -> None:
 def test_values_of_their_own_are_refused() -> None:
     given = cache_call()
     given["v_cache"] = given["k_cache"][..., :VALUES]
-    with pytest.raises(ArgumentError, match="q: expected .* 1 to 256, or 576 with v_cache=None"):
+    with pytest.raises(ArgumentError, match=r"q: expected .* 1 to 256, or 576 with v_cache=None"):
         flash_attn_with_kvcache(**given)
 
 
 def test_fp8_is_refused() -> None:
     given = cache_call()
     given["k_cache"] = given["k_cache"].to(torch.float8_e4m3fn)
-    with pytest.raises(DtypeError, match="k_cache: expected torch.bfloat16, the dtype of q, with"):
+    with pytest.raises(
+        DtypeError, match=r"k_cache: expected torch\.bfloat16, the dtype of q, with"
+    ):
         flash_attn_with_kvcache(**given)
 
 

@@ -158,8 +158,6 @@ def cached(
         k_cache, v_cache = (
             buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
         )
-    if latent:
-        v_cache = None
     # Lengths count from the cache's first row.
     arguments["cache_seqlens"] = int32([n + pad for n, pad in zip(used, pads, strict=True)], device)
     if new:
@@ -173,8 +171,9 @@ def cached(
         arguments["k_descale"] = k_scale.flatten().float()
         arguments["v_descale"] = v_scale.flatten().float()
     with torch.no_grad():
+        values = None if latent else v_cache
         out, softmax_lse = call.attention.kvcache(
-            call.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **call.keywords
+            call.q, k_cache, values, return_softmax_lse=True, **arguments, **call.keywords
         )
     results, parts = {"out": out, "softmax_lse": softmax_lse}, []
     for index, (one, length) in enumerate(zip(ones, lengths, strict=True)):
