@@ -53,7 +53,7 @@ void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tens
 }
 
 // The values of a cache of multi-head latent attention, which its keys hold.
-Tensor latent_values(const Tensor& k_cache, const Tensor& q) {
+Tensor latent_values(Tensor& k_cache, const Tensor& q) {
   check_attention_input(k_cache, "k_cache", q, 4);
   check(q.size(3) == kLatentHeadDim && k_cache.size(3) == kLatentHeadDim,
         "v_cache: expected a tensor, got None, which takes a head_dim of ", kLatentHeadDim,
