@@ -5,8 +5,9 @@
 A JSON file names, at its top or under `provenance`: `date`, `command`, `hardware`, `versions`,
 `wheel` (name and sha256) and `sources` (digests of what the kernels were compiled from). One whose
 numbers do not depend on the kernels says so by `"depends_on_kernels": false`, with a `reason`, and
-needs no wheel and sources. A manifest lies beside the report of its wheel. Any other file is made
-from the JSON file beside it of the same name.
+needs no wheel and sources. One that follows from the bits of results, however they are computed, is
+of today as long as bits_version is: golden hashes hold it. A manifest lies beside the report of its
+wheel. Any other file is made from the JSON file beside it of the same name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from tests import conftest as _finds_flash_attn_build  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 _ALWAYS = {"date": str, "command": str, "hardware": dict, "versions": dict}
+# What attentions keep, and what trainings become with them. The times beside the first are of the
+# kernels that it names.
+OF_BITS = ("scoreboard", "deviation")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MOST_LINES, MOST_BYTES = 6_000, 1_500_000
 _NAMED = re.compile(r"docs/results/[\w./-]*\.\w+|(?<=\()results/[\w./-]*\.\w+")
@@ -75,6 +79,10 @@ def _of_json(path: Path, sources: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(own, dict):
         yield "sources: missing"
         return
+    if path.stem in OF_BITS:
+        if found.get("bits_version") != bits_version():
+            yield f"stale: of bits_version {found.get('bits_version')}, not {bits_version()}"
+        return
     differing = [part for part, digest in sources.items() if own.get(part) != digest]
     if differing:
         yield f"stale: of other kernels ({', '.join(differing)} differ)"
@@ -89,6 +97,13 @@ def unnamed(root: Path) -> Iterator[str]:
             path = name if name.startswith("docs/") else f"docs/{name}"
             if not (root / path).exists():
                 yield f"{document.relative_to(root)}: names {name}, which is not there"
+
+
+def bits_version() -> int:
+    """Returns the number of this tree's bits."""
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text(encoding="utf-8"))
+    version: int = table["bits_version"]
+    return version
 
 
 def kernels() -> dict[str, str]:

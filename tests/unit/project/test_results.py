@@ -58,6 +58,15 @@ def test_what_is_missing_or_stale_is_named(
     assert found(tmp_path, old=record(**changes), new=record()) == [f"old.json: {words}"]
 
 
+@pytest.mark.parametrize("name", results.OF_BITS)
+def test_a_study_of_bits_lasts_as_long_as_they_do(name: str, tmp_path: Path) -> None:
+    now = results.bits_version()
+    of_bits = record(sources={**SOURCES, "cpp": "0"}, bits_version=now)
+    assert found(tmp_path, **{name: of_bits}) == []
+    words = f"{name}.json: stale: of bits_version {now - 1}, not {now}"
+    assert found(tmp_path, **{name: of_bits | {"bits_version": now - 1}}) == [words]
+
+
 def test_a_study_without_kernels_says_why(tmp_path: Path) -> None:
     study = record(wheel=None, sources=None, depends_on_kernels=False)
     assert found(tmp_path, a={**study, "reason": "emulated roundings"}) == []

@@ -108,7 +108,7 @@ def test_every_exception_has_a_kernel_and_names_another_tool() -> None:
         *((one.pattern.rpartition("]*")[2], one.reason) for one in EXPECTED),
     ]:
         assert f"{name}(" in sources
-        assert "tests.emulator" in reason
+        assert "tests.emulator" in reason or "tests.gpu.decode.test_latent" in reason
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck"], ids=["calls-failed", "too-slow"])
