@@ -281,9 +281,9 @@ def _by_head_dim(results: Results) -> str:
     words = (
         f"Our time over theirs, geometric mean (worst) of the {' and '.join(shapes)} drawn shapes "
         'without windows that they can run, all bf16 ("of 3": of three shapes); padded head dims '
-        "count with the next one. FA2: torch's flash backend; FA3: one split. Backwards FA3 and "
-        "FA4 run their deterministic modes; torch's two have none. cuDNN's forward: no chunks, for "
-        "which torch has no causal mask but a tensor."
+        "count with the next one. FA2: torch's flash backend; FA3: one split. Backwards of other "
+        "packages run their deterministic modes; torch's two have none. cuDNN's forward: no "
+        "chunks, for which torch has no causal mask but a tensor."
     )
     return table(results["peers-forward"], header, rows, words)
 
