@@ -184,6 +184,10 @@ FAULTS = [
     ("paged", "splits-by-page-size", splits(none, "kvcache", in_pages_of_48)),
     ("paged", "packed-boundary-off-by-a-block", splits(late, "varlen")),
     ("varlen", "boundary-off-by-a-block", splits(late, "varlen")),
+    ("latent", "splits-by-page-size", splits(none, "kvcache", in_pages_of_48)),
+    ("latent", "splits-by-batch", splits(none, "kvcache", many_sequences)),
+    ("latent", "splits-by-heads", splits(none, "kvcache", lambda a: a["q"].shape[2] > 4)),
+    ("latent", "splits-by-queries", splits(none, "kvcache", lambda a: a["q"].shape[1] > 1)),
     ("heads", "splits-by-heads", splits(none, "dense", lambda a: a["k"].shape[2] > 3)),
     ("split-size", "boundary-off-by-a-block", splits(late, "dense")),
     ("split-size", "no-splits", splits(none, "dense")),
@@ -211,7 +215,8 @@ def test_a_planted_fault_is_caught(check_id: str, attention: Attention, small: S
     found = outcome.counter_example
     assert found is not None
     assert found["check"] == check_id
-    assert found["shapes"]["q"][-1] == found["head_dim"] == 64
+    head_dim = LATENT[0] if check_id == "latent" else 64
+    assert found["shapes"]["q"][-1] == found["head_dim"] == head_dim
     assert found["tensor"]
 
 
