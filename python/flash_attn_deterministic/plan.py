@@ -17,7 +17,7 @@ from .checks.describe import shown
 from .checks.kernels import instance_problem
 from .checks.numbers import as_flag
 from .checks.ops import validate
-from .checks.tensors import LATENT, is_fp8
+from .checks.tensors import cached_values, is_fp8
 from .errors import ArgumentError, UnsupportedError
 from .interface import call as steps
 from .interface import kvcache
@@ -75,8 +75,8 @@ class Plan:
         path: "one-cta": one thread block walks over all splits of its rows; "parts": one thread
             block per split, then a kernel that merges the parts; "few-rows": the same for up to 16
             queries, or any number over a cache in e4m3 or of latent attention, where the heads of a
-            group share a thread block; "scores-first": a kernel for
-            all scores, then one for the rest, whose thread blocks take 32 columns of a split each.
+            group share a thread block; "scores-first": a kernel for all scores, then one for the
+            rest, whose thread blocks take 32 columns of a split each.
         block_m: query rows per thread block.
         block_n: keys that a thread block processes at a time.
         split_size: tokens per split of the call or the mode; 0: one split.
@@ -204,9 +204,9 @@ def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
     name, given = unpacked(op, dict(zip(argument_names(op), arguments, strict=False)))
     q, table = given["q"], given.get("block_table")
     keys, values = (given[f"{x}_cache" if name == "kvcache_fwd" else x] for x in "kv")
+    values = cached_values(keys, values)
     # As the call pads them; kernels are made for the wider one.
-    widths = q.shape[-1], LATENT[1] if values is None else values.shape[-1]
-    own, head_dim_v = (-(-width // 8) * 8 for width in widths)
+    own, head_dim_v = (-(-x.shape[-1] // 8) * 8 for x in (q, values))
     head_dim = max(own, head_dim_v)
     page_size = 0 if table is None else keys.shape[1]
     seqlen_k = keys.shape[1] if table is None else table.shape[1] * page_size

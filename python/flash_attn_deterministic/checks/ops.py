@@ -26,6 +26,7 @@ from .tensors import (
     PAGED,
     VARLEN,
     Names,
+    cached_values,
     check_alike,
     check_batch,
     check_cached,
@@ -153,7 +154,8 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         q, k, v = given["q"], given[names.k], given[names.v]
         if names is NAMES_CACHE and v is None:
-            v = _values_in(q, k)
+            _latent(q, k)
+            v = cached_values(k, v)
     table = given.get("block_table")
     layout = VARLEN if varlen else DENSE
     keys_layout = layout if table is None else PAGED
@@ -191,11 +193,11 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     return q, v
 
 
-def _values_in(q: Any, k: Any) -> torch.Tensor:
-    """Returns the values of a call without v_cache: a latent cache holds them in its keys."""
+def _latent(q: Any, k: Any) -> None:
+    """Checks q and k_cache of a call without v_cache."""
     check_tensor("q", q)
     check_tensor("k_cache", k)
-    columns, values = LATENT
+    columns = LATENT[0]
     if q.dim() == 0 or k.dim() == 0 or (q.shape[-1], k.shape[-1]) != (columns, columns):
         check_tensor("v_cache", None)
     if is_fp8(k):
@@ -203,8 +205,6 @@ def _values_in(q: Any, k: Any) -> torch.Tensor:
             f"k_cache: expected {q.dtype}, the dtype of q, with v_cache=None, got {k.dtype}; "
             "convert it with k_cache.to(q.dtype)"
         )
-    found: torch.Tensor = k[..., :values]
-    return found
 
 
 def _lengths(given: Given, device: torch.device, names: Names) -> None:

@@ -121,6 +121,11 @@ def is_fp8(tensor: torch.Tensor) -> bool:
     return tensor.dtype == FP8
 
 
+def cached_values(k_cache: torch.Tensor, v_cache: torch.Tensor | None) -> torch.Tensor:
+    """Returns the values of a cache; a latent one, without v_cache, holds them in its keys."""
+    return k_cache[..., : LATENT[1]] if v_cache is None else v_cache
+
+
 def check_cached(
     q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str = "q"
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checks.ops import validate
-from ..checks.tensors import LATENT
+from ..checks.tensors import cached_values
 from ..schemas import BACKWARD, FORWARD, SUMS, argument_names, result_names
 
 
@@ -40,14 +40,14 @@ def _empty(result: str, given: dict[str, Any]) -> Any:
     """Returns a tensor like a result, contiguous whatever the strides of q, k and v."""
     q = given.get("q")
     if result in ("out", "softmax_lse", "row_max", "residual"):
-        keys = given.get("v_cache", given.get("v"))
+        keys = given.get("v")
+        if "k_cache" in given:
+            keys = cached_values(given["k_cache"], given["v_cache"])
         if q is None:
             q = given["qkv"].unbind(-3)[0]
         *tokens, nheads, head_dim = q.shape
         if result in ("softmax_lse", "row_max"):
             return q.new_empty((*tokens[:-1], nheads, tokens[-1]), dtype=torch.float32)
-        if "k_cache" in given and keys is None:
-            head_dim = LATENT[1]
         shape = (*tokens, nheads, head_dim if keys is None else keys.shape[-1])
         return q.new_empty(shape, dtype=torch.bfloat16 if result == "residual" else q.dtype)
     if "dk_sums" in given:

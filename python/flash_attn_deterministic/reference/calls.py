@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks.tensors import LATENT
+from ..checks.tensors import cached_values
 from ..types import Gradients
 from .backward import KeyGradients, attend_backward, finish
 from .batch import Batch, Tensors, batches
@@ -152,8 +152,7 @@ def kvcache_attention(
     0 of splits and masks is the first token after cache_leftpad; for rotary that counts.
     """
     walk = Walk.of(q, **options)
-    if v_cache is None:
-        v_cache = k_cache[..., : LATENT[1]]
+    v_cache = cached_values(k_cache, v_cache)
     batch_size, seqlen_q = q.shape[:2]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     homes: Any = range(batch_size) if cache_batch_idx is None else cache_batch_idx.tolist()
