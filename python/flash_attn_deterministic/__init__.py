@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .build_info import installed_version as _installed_version
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -79,15 +80,11 @@ def __getattr__(name: str) -> Any:
         globals()[name] = getattr(module, name)
         return globals()[name]
     if name == "__version__":
-        # On demand: importlib.metadata takes longer to import than the rest of the package.
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("flash-attn-deterministic")
-        except PackageNotFoundError as error:
-            raise AttributeError(
-                "__version__: flash-attn-deterministic is not installed; this is a source tree"
-            ) from error
+        if found := _installed_version():
+            return found
+        raise AttributeError(
+            "__version__: flash-attn-deterministic is not installed; this is a source tree"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -98,6 +98,17 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
         ) from error
 
 
+def installed_version() -> str:
+    """Returns the version of the installed distribution; "" for a source tree."""
+    # Here: importlib.metadata takes longer to import than the rest of the package.
+    from importlib import metadata
+
+    try:
+        return metadata.version("flash-attn-deterministic")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 @functools.cache
 def build_info() -> BuildInfo:
     """Reads the record of this wheel, once per process.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from .checks.describe import shown
 from .errors import ArgumentError
+from .schemas import FAMILIES
 
 ENABLED = ("FLASH_ATTENTION_DETERMINISTIC", "FA2_DETERMINISTIC")
 SPLIT_SIZE = ("FLASH_ATTENTION_SPLIT_SIZE", "FA2_SPLIT_SIZE")
@@ -45,6 +46,6 @@ def check_family(environ: Mapping[str, str]) -> None:
     Raises:
         ArgumentError: another word.
     """
-    family = environ.get(FAMILY, "sm80")
-    if family not in ("sm80", "sm90"):
-        raise ArgumentError(f"{FAMILY}: expected sm80 or sm90, got {shown(family)}")
+    family = environ.get(FAMILY, FAMILIES[0])
+    if family not in FAMILIES:
+        raise ArgumentError(f"{FAMILY}: expected {' or '.join(FAMILIES)}, got {shown(family)}")

@@ -10,7 +10,7 @@ from ..build_info import build_info
 from ..errors import ArgumentError, MissingInstanceError, UnsupportedDeviceError
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 _ROW_MULTIPLE = 8  # elements
 
 
@@ -65,7 +65,7 @@ def instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
         return ""
     holds = ", ".join(dict.fromkeys(f"{i.dtype} {i.head_dim}" for i in held)) or "none"
     return (
-        f"q: this wheel has no {_DIRECTIONS[direction]} kernel for {name} and head_dim {head_dim} "
+        f"q: this wheel has no {DIRECTIONS[direction]} kernel for {name} and head_dim {head_dim} "
         f"(it would be {name} {kernel_head_dim}); it holds: {holds}; install the release wheel"
     )
 

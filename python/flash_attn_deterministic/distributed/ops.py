@@ -6,7 +6,6 @@ The compiler does not trace into them: they read lengths from the device, and se
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import torch
 
 from .. import tree
-from ..build_info import build_info
+from ..build_info import build_info, installed_version
 from ..checks.kernels import check_kernels
+from ..environment import FAMILY
 from ..errors import BuildInfoError, UnsupportedError
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
 from ..private import C, is_observed
@@ -161,20 +161,17 @@ def _agreed(
         raise
 
 
-# What the numbers of a CallSpec after the group are called in errors.
-_FACTS = (
-    *("order", "ulysses_degree (0: None)", "heads_k_stride (0: None)"),
-    *("whether an input requires a gradient", "whether there is a learnable_sink"),
-    *(
-        "softmax_scale",
-        "the left window",
-        "the right window",
-        "softcap",
-        "split_size",
-        "the deterministic mode",
-        "deterministic",
-    ),
-)
+# What fields of a CallSpec are called in errors, if not by their names.
+_WORDS = {
+    "ulysses_degree": "ulysses_degree (0: None)",
+    "heads_k": "heads_k_stride (0: None)",
+    "backward": "whether an input requires a gradient",
+    "has_sink": "whether there is a learnable_sink",
+    "window_left": "the left window",
+    "window_right": "the right window",
+    "deterministic": "the deterministic mode",
+    "deterministic_bwd": "deterministic",
+}
 
 
 class Starts(tuple[int, ...]):
@@ -270,8 +267,8 @@ def _known(
         spec.heads_k,
         one_machine,
     )
-    numbers = (int(one) if isinstance(one, bool) else one for one in spec[1:])
-    facts |= dict(zip(_FACTS, numbers, strict=True))
+    for name, number in zip(spec._fields[1:], spec[1:], strict=True):  # but for the group
+        facts[_WORDS.get(name, name)] = int(number) if isinstance(number, bool) else number
     facts |= {"whether all ranks are on one machine": int(one_machine), **_installed(device)}
     lengths = () if starts is None else ("cu_seqlens_q", "cu_seqlens_k", "q.shape[0]", "k.shape[0]")
     kind = {name: one for name, one in facts.items() if name not in lengths}
@@ -285,15 +282,12 @@ def _installed(device: torch.device) -> dict[str, Any]:
         bits = build_info().bits_version
     except BuildInfoError:  # a source tree on the CPU
         bits = 0
-    try:
-        version = importlib.metadata.version("flash-attn-deterministic")
-    except importlib.metadata.PackageNotFoundError:
-        version = "a source tree"
+    version = installed_version() or "a source tree"
     found: dict[str, Any] = {"the package's version": version, "bits_version": bits}
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         found["compute capability"] = f"{capability[0]}.{capability[1]}"
-        found["FLASH_ATTENTION_FAMILY"] = os.environ.get("FLASH_ATTENTION_FAMILY", "")
+        found[FAMILY] = os.environ.get(FAMILY, "")
     return found
 
 

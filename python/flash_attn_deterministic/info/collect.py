@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..build_info import BuildInfo, Upstream, build_info
+from ..build_info import BuildInfo, Upstream, build_info, installed_version
 from ..checks import kernels
 from ..checks.tensors import MAX_HEAD_DIM
 from ..errors import FlashAttnError
@@ -93,7 +93,7 @@ class Info:
             f"CUDA toolkit   {self.cuda_toolkit}; Linux driver {floor}",
             f"architectures  {', '.join(self.architectures)}",
             *(
-                f"kernels        {direction} {dtype}, head_dim up to: {_listed(dims)}"
+                f"kernels        {direction} {dtype}, {head_dims_of(dims)}"
                 for direction, dtypes in self.instances.items()
                 for dtype, dims in dtypes.items()
             ),
@@ -135,12 +135,9 @@ def _shown_mode(mode: Mode | None, problem: str) -> str:
 
 
 def driver_floor(cuda_toolkit: str) -> int | None:
-    """Returns the lowest Linux driver (major version) for a CUDA toolkit, None if not known.
+    """Returns the lowest Linux driver (major version) for a toolkit such as "13.0.88", or None.
 
     It is the floor for machine code. PTX needs a driver at least as new as the toolkit itself.
-
-    Args:
-        cuda_toolkit: such as "13.0.88".
     """
     major = cuda_toolkit.partition(".")[0]
     return _DRIVER_FLOORS.get(int(major)) if major.isdecimal() else None
@@ -155,7 +152,7 @@ def collect() -> Info:
     built = build_info()
     mode, mode_problem = _mode()
     return Info(
-        version=_version(),
+        version=installed_version(),
         upstream=built.upstream,
         deterministic=built.deterministic,
         bits_version=built.bits_version,
@@ -173,13 +170,6 @@ def collect() -> Info:
     )
 
 
-def _version() -> str:
-    try:
-        return version("flash-attn-deterministic")
-    except PackageNotFoundError:
-        return ""
-
-
 def _mode() -> tuple[Mode | None, str]:
     try:
         return get_deterministic_mode(), ""
@@ -187,9 +177,12 @@ def _mode() -> tuple[Mode | None, str]:
         return None, str(error)
 
 
-def _listed(head_dims: list[int]) -> str:
-    shown = ", ".join(str(dim) for dim in head_dims if dim <= MAX_HEAD_DIM)
-    return shown + "".join(f"; {dim} alone" for dim in head_dims if dim > MAX_HEAD_DIM)
+def head_dims_of(kernels: Sequence[int]) -> str:
+    """Says which head dims kernels take, given the largest of each; beyond 256 only that one."""
+    up_to = ", ".join(str(dim) for dim in kernels if dim <= MAX_HEAD_DIM)
+    words = [f"up to: {up_to}"] if up_to else []
+    words += [f"{dim} alone" for dim in kernels if dim > MAX_HEAD_DIM]
+    return f"head_dim {'; '.join(words)}"
 
 
 def _instances(built: BuildInfo) -> dict[str, dict[str, list[int]]]:

@@ -9,15 +9,17 @@ from typing import Any
 
 from ..architectures import Architecture, parse
 from ..build_info import BuildInfo, build_info
+from ..checks.kernels import DIRECTIONS
 from ..checks.tensors import MAX_HEAD_DIM
+from ..environment import FAMILY
 from ..info import collect
+from ..schemas import FAMILIES
 from . import tasks
+from .contract.call import DTYPES
 from .installed import NotInstalledError
 
 # Head dims and dtypes that the sections need.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
-_DTYPES = ("bf16", "fp16")
-_DIRECTIONS = ("fwd", "bwd")
 
 # Variables that set the mode, choose kernels or stand in for another GPU: a report must be of what
 # the wheel does without them.
@@ -31,8 +33,8 @@ def without_settings() -> Iterator[None]:
     But a wheel of PTX alone, which is made of a release's, has the places of Hopper's kernels and
     nothing in them: it runs the others.
     """
-    hopper = any(one.family == "sm90" for one in build_info().instances)
-    needed = {} if hopper else {"FLASH_ATTENTION_FAMILY": "sm80"}
+    hopper = any(one.family == FAMILIES[1] for one in build_info().instances)
+    needed = {} if hopper else {FAMILY: FAMILIES[0]}
     own = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_SETTINGS)}
     os.environ.update(needed)
     try:
@@ -83,8 +85,8 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
     held = {(one.direction, one.dtype, one.head_dim) for one in info.instances}
     return [
         {"direction": direction, "dtype": dtype, "head_dim": head_dim}
-        for direction in _DIRECTIONS
-        for dtype in _DTYPES
+        for direction in DIRECTIONS
+        for dtype in DTYPES
         for head_dim in info.tiles
         if (direction, dtype, head_dim) not in held
         and (direction == "fwd" or head_dim <= MAX_HEAD_DIM)

@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..checks.kernels import DIRECTIONS
+from ..info.collect import head_dims_of
 from .shared.document import Document, Section, html, markdown
 from .shared.files import json_text
 
@@ -23,7 +25,6 @@ MARKS = {
     "incomplete": "… incomplete",
 }
 _CLASSES = {"passed": "yes", "failed": "no", "error": "no"}  # of a mark in the style sheet
-_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 Record = Mapping[str, Any]
 
 
@@ -64,7 +65,8 @@ def document(record: Record) -> Document:
     parts: list[Section] = []
     for section in record["sections"]:
         words = (section["reason"], section["data"].get("criterion"))
-        header, rows = _TABLES.get(section["id"], _no_table)(record, section)
+        table = _TABLES.get(section["id"])
+        header, rows = table(section["data"]) if table else ((), ())
         part = Section(
             title=section["title"],
             text=" · ".join(filter(None, words)),
@@ -99,12 +101,12 @@ def notices(record: Record) -> list[str]:
     if record["architectures"]["unverified"]:
         names = ", ".join(record["architectures"]["unverified"])
         found.append(f"Not verified, because it does not run on this GPU: {names}.")
-    head_dims: dict[str, list[str]] = {}
+    missing: dict[str, list[int]] = {}
     for one in record["build"]["missing_kernels"]:
-        kind = f"{_DIRECTIONS[one['direction']]} {one['dtype']}"
-        head_dims.setdefault(kind, []).append(str(one["head_dim"]))
-    if head_dims:
-        kinds = (f"{kind}, head_dim up to: {', '.join(n)}" for kind, n in head_dims.items())
+        kind = f"{DIRECTIONS[one['direction']]} {one['dtype']}"
+        missing.setdefault(kind, []).append(one["head_dim"])
+    if missing:
+        kinds = (f"{kind}, {head_dims_of(own)}" for kind, own in missing.items())
         found.append(f"Not in the wheel, and so not tested: {'; '.join(kinds)}.")
     for section in record["sections"]:
         for check in section["data"].get("checks", []):
@@ -118,13 +120,9 @@ def notices(record: Record) -> list[str]:
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
-def _no_table(record: Record, section: Record) -> Table:
-    return (), ()
-
-
-def _contract(record: Record, section: Record) -> Table:
+def _contract(data: Record) -> Table:
     """Rows are checks, columns are head dims with dtypes."""
-    checks = section["data"].get("checks", [])
+    checks = data.get("checks", [])
     configs = list(dict.fromkeys(name for check in checks for name in check["by_config"]))
     rows = [
         (
@@ -160,7 +158,7 @@ def _details(checks: Iterable[Record]) -> Iterator[Section]:
             yield Section(f"{check['id']}: no result", items=list(words))
 
 
-def _accuracy(record: Record, section: Record) -> Table:
+def _accuracy(data: Record) -> Table:
     """The worst row of each head dim, dtype and tensor, those that failed, and of each feature."""
     rows = [
         (
@@ -172,17 +170,17 @@ def _accuracy(record: Record, section: Record) -> Table:
             "" if row["standard"] is None else _number(row["standard"]["largest"], ".1e"),
             ("" if row["passed"] else "✗ ") + _number(row["ratio"], ".2f"),
         )
-        for row in section["data"].get("rows", [])
+        for row in data.get("rows", [])
     ]
     for kind in ("feature", "form"):
-        found = section["data"].get(f"by_{kind}", {})
+        found = data.get(f"by_{kind}", {})
         rows += [("all", "", kind, name, "", "", _number(x, ".2f")) for name, x in found.items()]
     return ("head dim", "dtype", "tensor", "worst call", "ours", "torch", "of what passes"), rows
 
 
-def _times(record: Record, section: Record) -> Table:
+def _times(data: Record) -> Table:
     rows = []
-    for row in section["data"].get("rows", []):
+    for row in data.get("rows", []):
         passed = row["time_passed"] and row["memory_passed"]
         cells = [
             row["shape"],

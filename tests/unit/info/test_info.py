@@ -34,7 +34,7 @@ def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(info, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     first = info.collect().text().splitlines()[0]
     assert first == "flash-attn-deterministic  not installed; this is a source tree"
 

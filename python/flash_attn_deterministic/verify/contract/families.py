@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from ... import architectures
 from ...build_info import build_info
+from ...schemas import FAMILIES
 from ..features import FEATURES
 from . import layouts
 from .call import Attention, Call
@@ -15,7 +17,7 @@ from .check import Case, Mismatch, cases_of, expect_same, make
 from .device_override import device_override
 from .sizes import Size
 
-FAMILIES = ("sm80", "sm90")
+_Found = TypeVar("_Found")
 _PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as without
 
 
@@ -45,10 +47,7 @@ def unavailable(size: Size) -> str:
 def family(case: Case, attention: Attention, size: Size) -> None:
     """Dense, packed, and over a cache with NaN and Inf behind its ends."""
     call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100))
-    taken = []
-    for name in FAMILIES:
-        with device_override(f"family={name}"):
-            taken.append(call.plan.family)
+    taken = in_each(lambda: call.plan.family)
     if tuple(taken) != FAMILIES:
         raise Mismatch(
             f"the two calls ran kernels of {taken[0]} and {taken[1]}, expected one of each of "
@@ -62,11 +61,17 @@ def family(case: Case, attention: Attention, size: Size) -> None:
     _compare(call, "over a cache", lambda: layouts.cached(call, used, room=keys[0] + 100))
 
 
-def _compare(call: Call, form: str, run: Callable[[], layouts.Parts]) -> None:
-    results = []
-    for name in (*FAMILIES, _PARTS):
+def in_each(run: Callable[[], _Found], *families: str) -> list[_Found]:
+    """Returns what a function finds in each family of kernels, or in some of them."""
+    found = []
+    for name in families or FAMILIES:
         with device_override(f"family={name}"):
-            results.append([own for _, own in run()])
+            found.append(run())
+    return found
+
+
+def _compare(call: Call, form: str, run: Callable[[], layouts.Parts]) -> None:
+    results = in_each(lambda: [own for _, own in run()], *FAMILIES, _PARTS)
     for expected, whole, parts in zip(*results, strict=True):
         expect_same(call, f"{form}: {FAMILIES[1]} against {FAMILIES[0]}", whole, expected)
         expect_same(call, f"{form}: parts of {FAMILIES[1]} against {FAMILIES[0]}", parts, expected)
