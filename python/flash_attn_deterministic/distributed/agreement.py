@@ -60,9 +60,6 @@ class Agreement:
 
     Every call has a number in its group: forwards, backwards and `unshard`, in the order in which
     this rank makes them.
-
-    Args:
-        group: with this rank among its ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -172,10 +169,7 @@ class Agreement:
     def report(self, error: BaseException, begun: bool = False) -> None:
         """Tells the other ranks why a call failed here.
 
-        Args:
-            error: of this rank.
-            begun: whether messages may have been sent; then a group of several ranks can't be used
-                any more.
+        `begun`: messages may have been sent; then a group of several ranks can't be used any more.
         """
         text = f"{type(error).__name__}: {error}"[:_TEXT]
         if not begun or self.size == 1:
@@ -279,10 +273,7 @@ def know(error: BaseException) -> None:
 def _waiting(is_done: Callable[[], bool], timeout: float, pause: float) -> Iterator[bool]:
     """Waits, the host asleep; yields now and then whether `timeout` seconds have passed.
 
-    Args:
-        is_done: what for.
-        timeout: seconds.
-        pause: at most this many seconds between two questions.
+    At most `pause` seconds pass between two questions whether it is done.
     """
     begin = looked = time.monotonic()
     asleep = 2e-5

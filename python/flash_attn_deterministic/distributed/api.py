@@ -218,8 +218,7 @@ def flash_attn_func(
         Ulysses (arXiv 2309.14509). Zigzag: ring-flash-attention; striped attention (arXiv
         2311.09431) before it.
     """
-    scores = softmax_scale, causal, window_size, softcap
-    options = dropout_p, *scores, split_size, deterministic
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     how = order, heads_k_stride, ulysses_degree
     others = alibi_slopes, learnable_sink, return_attn_probs
     ranks = Ranks.of(find_group(group, mesh))
@@ -296,8 +295,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise UnsupportedError("block_table: expected None on several ranks")
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scores = softmax_scale, causal, window_size, softcap
-    options = dropout_p, *scores, split_size, deterministic
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     how = order, heads_k_stride, ulysses_degree
     others = alibi_slopes, learnable_sink, return_attn_probs
     ranks = Ranks.of(find_group(group, mesh))

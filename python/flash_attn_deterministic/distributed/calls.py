@@ -58,8 +58,7 @@ def of_qkv(function: Callable[..., Result], layout: str) -> Callable[..., Result
         check_packed("qkv", qkv, layout)
         return function(*qkv.unbind(-3), *args, **kwargs)
 
-    _describe(call, function, 3, layout)
-    return reported(call)
+    return _described(call, function, 3, layout)
 
 
 def of_kv(function: Callable[..., Result], layout: str) -> Callable[..., Result]:
@@ -69,8 +68,7 @@ def of_kv(function: Callable[..., Result], layout: str) -> Callable[..., Result]
         check_packed("kv", kv, layout)
         return function(q, *kv.unbind(-3), *args, **kwargs)
 
-    _describe(call, function, 3, layout)
-    return reported(call)
+    return _described(call, function, 3, layout)
 
 
 def of_varlen_qkv(function: Callable[..., Result], layout: str) -> Callable[..., Result]:
@@ -81,12 +79,11 @@ def of_varlen_qkv(function: Callable[..., Result], layout: str) -> Callable[...,
         lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
         return function(*qkv.unbind(-3), *lengths, *args, **kwargs)
 
-    _describe(call, function, 7, layout)
-    return reported(call)
+    return _described(call, function, 7, layout)
 
 
-def _describe(call: Any, function: Any, replaced: int, layout: str) -> None:
-    """Names and documents a function that has others for the first arguments of another one."""
+def _described(call: Any, function: Any, replaced: int, layout: str) -> Callable[..., Any]:
+    """Names a function that has others for the first arguments of another one; see `reported`."""
     *own, _, _ = inspect.signature(call).parameters.values()  # without args and kwargs
     packed = next(one.name for one in own if "kv" in one.name)
     rest = [*inspect.signature(function).parameters.values()][replaced:]
@@ -94,3 +91,4 @@ def _describe(call: Any, function: Any, replaced: int, layout: str) -> None:
     call.__name__ = function.__name__.replace("_func", f"_{packed}packed_func")
     call.__module__, call.__qualname__ = function.__module__, call.__name__
     call.__doc__ = f"Computes `{function.__name__}` with one tensor {packed}: {layout}."
+    return reported(call)

@@ -15,9 +15,8 @@ from .ranks import group_of_dimension
 def with_dtensors(tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Lets a function take DTensors, whose placements give the group; tells ranks of its errors.
 
-    Args:
-        tokens: the dimension of q, k and v that needs messages: 1, or 0 of packed sequences. Others
-            but the last are independent.
+    `tokens` is the dimension of q, k and v that needs messages: 1, or 0 of packed sequences. Others
+    but the last are independent.
     """
     return lambda function: reported(_wrapped(function, tokens))
 

@@ -112,11 +112,9 @@ class Heads(NamedTuple):
 
 
 def heads_of(tensor: torch.Tensor, parts: int) -> Heads:
-    """Returns all heads of a tensor; a copy of one that is not in one piece.
+    """Returns all heads of a tensor (tokens, heads, width); a copy of one that is not in one piece.
 
-    Args:
-        tensor: (tokens, heads, width).
-        parts: into which its heads are divided.
+    They are divided into `parts`.
     """
     offset = tensor.storage_offset() * tensor.element_size()
     if not tensor.is_contiguous() or tensor.stride(-1) != 1 or offset % _WORD.itemsize:
@@ -130,15 +128,9 @@ def heads_of(tensor: torch.Tensor, parts: int) -> Heads:
 class Arriving:
     """Rows of some tensors on their way: one message to each rank, and memory for all.
 
-    A row of a message has the heads of all tensors. All ranks start the same exchanges in the same
-    order.
-
-    Args:
-        ranks: the ranks.
-        route: of the rows.
-        given: the tensors; rows of all but the last one have to be multiples of 16 bytes.
-        stream: of the tensors.
-        what: description of them, for errors.
+    A row of a message has the heads of all tensors; rows of all but the last one have to be
+    multiples of 16 bytes. All ranks start the same exchanges in the same order. Errors say `what`
+    the tensors are.
     """
 
     def __init__(

@@ -181,13 +181,9 @@ def expand(counts: Numbers, total: int | None = None) -> tuple[Numbers, Numbers]
 
 
 def tokens_of(layout: Layout, rank: int, total: int, none: int | None = None) -> Numbers:
-    """Returns, for each place of a rank's tensor, the token there; tokens of no sequence last.
+    """Returns, for each of `total` places of a rank's tensor, the token there.
 
-    Args:
-        layout: of all tokens of sequences.
-        rank: the rank.
-        total: tokens on each rank.
-        none: what stands for no token; None: such places have tokens of no sequence.
+    `none` stands for no token; None: such places have tokens of no sequence.
     """
     own = layout.select(layout.rank == rank)
     index = torch.arange(rank * total, (rank + 1) * total)

@@ -69,14 +69,7 @@ def seconds(load: Load, backward: bool, heads: int, link: Link) -> float:
 
 
 def best_heads(load: Load, backward: bool, link: Link, keys: int) -> int:
-    """Returns how many KV heads are computed at a time.
-
-    Args:
-        load: of the pass.
-        backward: whether it is the backward.
-        link: between the ranks.
-        keys: on all ranks, of one head.
-    """
+    """Returns how many KV heads are computed at a time, if all ranks have so many keys of each."""
     most = max(1, _STEP_BYTES // max(1, 2 * keys * load.head_dim * load.itemsize))
     return min(
         range(1, min(load.nheads_k, most) + 1),

@@ -12,9 +12,6 @@ import torch
 from .. import schemas
 from ..ops.autograd import run
 from ..types import Gradients, Options
-
-# Defines the ops.
-from ..ops import library as library  # isort: skip
 from .exchange import Arriving, Heads, Route, Stream, heads_of, stream_of
 from .plan import Call, Pass, Plan
 from .ranks import Ranks
@@ -60,15 +57,9 @@ class _Step(NamedTuple):
 class _Steps:
     """The steps of a pass: the messages of the next one travel while one is computed.
 
-    Results of a step travel while the next one is computed, and are written then.
-
-    Args:
-        ranks: over which the sequences are distributed.
-        stream: of the tensors.
-        degree: ranks over which heads are divided.
-        part: of this rank.
-        rows: tensors (tokens, nheads, ...) that come unless rows stay.
-        keys: tensors (tokens, nheads_k, ...) that come.
+    Results of a step travel while the next one is computed, and are written then. `part` is of this
+    rank; `keys` are tensors (tokens, nheads_k, ...) that come, `rows` (tokens, nheads, ...) those
+    that do unless rows stay.
     """
 
     def __init__(
@@ -146,18 +137,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of this rank's rows.
 
-    Args:
-        ranks: over which the sequences are distributed.
-        plan: of the call.
-        q: (tokens of q on this rank, nheads, head_dim).
-        k: (tokens of k on this rank, nheads_k, head_dim).
-        v: like k.
-        options: of the call; each op has a window of its own.
-        learnable_sink: (nheads,), float32; each row sees it once, with all its keys.
+    q, k and v have this rank's tokens, (tokens, nheads or nheads_k, head_dim). Options are those of
+    the call; each op has a window of its own. learnable_sink is (nheads,), float32; each row sees
+    it once, with all its keys.
 
-    Returns:
-        out like q, and softmax_lse (nheads, tokens of q); 0 and +inf in rows of no
-        sequence.
+    Returns out like q, and softmax_lse (nheads, tokens of q); 0 and +inf in rows of no sequence.
     """
     part, stream = plan.forward, stream_of(q.device)
     degree = plan.chosen.ulysses_degree
@@ -190,18 +174,9 @@ def forward(
 def backward(
     ranks: Ranks, plan: Plan, rows: Rows, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> Gradients:
-    """Computes the gradients of this rank's q, k and v.
+    """Computes dq, dk and dv of this rank, like its q, k and v; 0 for tokens of no sequence.
 
-    Args:
-        ranks: as in `forward`; plan, k, v and options too.
-        plan: see ranks.
-        rows: of this rank, with their results.
-        k: see ranks.
-        v: see ranks.
-        options: see ranks.
-
-    Returns:
-        dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
+    Arguments are as in `forward`; rows are those of this rank.
     """
     part, stream = plan.backward, stream_of(k.device)
     degree = plan.chosen.ulysses_degree
@@ -260,14 +235,8 @@ def backward(
 class _Adding:
     """Sums of dk and dv of a step: those of this rank's runs, and those on their way to it.
 
-    Args:
-        ranks: as in `forward`.
-        plan: of the sums.
-        heads: of the step.
-        found: for each run sums of dk, without softmax_scale, and of dv, for all keys of its call:
-            (keys, heads, head_dim), float32.
-        k: of this rank, all heads.
-        options: of the call.
+    `found` has for each run the sums of dk, without softmax_scale, and of dv, for all keys of its
+    call: (keys, heads of the step, head_dim), float32. k is of this rank, all heads.
     """
 
     def __init__(
@@ -362,13 +331,10 @@ def _results(
 def _joined(
     found: Sequence[Piece], like: torch.Tensor, later: Iterable[Call] = (), is_lse: bool = False
 ) -> torch.Tensor:
-    """Joins pieces of a result; one that is all of it is not copied. Other rows are 0.
+    """Joins pieces of a result like `like`; one that is all of it is not copied. Others are 0.
 
-    Args:
-        found: the pieces and their rows.
-        like: has shape and dtype of the result.
-        later: calls that write more rows.
-        is_lse: whether it is softmax_lse of rows like these, (nheads, rows), float32; others +inf.
+    `later` are calls that write more rows. With `is_lse` the result is softmax_lse of rows like
+    these, (nheads, rows), float32, and other rows are +inf.
     """
     shape: tuple[int, ...] = like.shape
     dtype, dim, fill = like.dtype, 0, 0.0
@@ -400,16 +366,12 @@ def _write(found: Sequence[Piece], into: torch.Tensor, dim: int = 0) -> None:
 def _all_of(found: Sequence[Piece], size: int) -> list[torch.Tensor]:
     """Returns pieces in order if they are all of a dimension, otherwise none."""
     pieces, row = [], 0
-    for where, piece in sorted(found, key=_start_of):
+    for where, piece in sorted(found, key=lambda one: one[0].start):
         if where.start != row:
             return []
         pieces.append(piece)
         row = where.stop
     return pieces if row == size else []
-
-
-def _start_of(piece: Piece) -> int:
-    return int(piece[0].start)
 
 
 def _finish(going: Iterable[Callable[[], None]]) -> None:

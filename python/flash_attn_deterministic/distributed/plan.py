@@ -171,11 +171,6 @@ def plan_of(shape: Shape, rank: int) -> Plan:
     return _planner_of(shape).plan(rank)
 
 
-@functools.lru_cache(maxsize=4)
-def _planner_of(shape: Shape) -> _Planner:
-    return _Planner(shape)
-
-
 class _Half(NamedTuple):
     """The forward or the backward of a choice."""
 
@@ -218,6 +213,7 @@ class _Planner:
         self._best = self._choices[best]
         del seconds[best]
         self._chosen = replace(self._best.explanation, others=seconds)
+        self._degree = self._chosen.ulysses_degree
 
     # --- who computes what ------------------------------------------------------------------------
 
@@ -228,10 +224,7 @@ class _Planner:
         home = self._home(pieces)
         local = torch.full_like(home, -1)
         if degree == 1:
-            same = home >= 0
-            if self._own_k is not self._own_q:
-                same &= self._home(self._own_k) == home
-            local[same] = home[same]
+            local = torch.where(self._home(self._own_k) == home, home, -1)
         of_sequence, at_one = self._work_of_each, home.clamp(min=0)
         divided = (home < 0) & (of_sequence > 0)
         mean = float(of_sequence.sum()) / teams
@@ -253,7 +246,7 @@ class _Planner:
                     continue
             stays = degree == 1 and not bool(moving.any())
             cut = pieces.select(team_of[pieces.sequence] < 0)
-            sequences = ((team_of >= 0) & (local < 0) & (self._lengths_q > 0)).nonzero().flatten()
+            sequences = ((team_of >= 0) & (local < 0)).nonzero().flatten()
             team = team_of[sequences]
             whole = team, sequences, *self._ends(sequences), torch.full_like(team, _WHOLE)
             parts = *cut[:4], torch.full_like(cut.rank, _PART)
@@ -264,8 +257,7 @@ class _Planner:
                 backward = self._half(degree, whole, runs, stays and chunks_stay, at_home)
             heads, time = self._timed(forward.load, False)
             heads_bwd, time_bwd = self._timed(backward.load, True)
-            moves = int(((team_of >= 0) & (local < 0)).sum())
-            chosen = Explanation(degree, moves, (heads, heads_bwd), (time, time_bwd), {})
+            chosen = Explanation(degree, len(sequences), (heads, heads_bwd), (time, time_bwd), {})
             way = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
             self._choices[way] = _Choice(local, (forward, backward), chosen)
 
@@ -305,11 +297,7 @@ class _Planner:
 
     @staticmethod
     def _assign(moving: Numbers, work: Numbers, loads: Numbers, team_of: Numbers) -> float:
-        """Gives each moving sequence to the emptiest team, the longest first.
-
-        Returns:
-            The work of the fullest team then.
-        """
+        """Gives moving sequences to the emptiest team, the longest first; returns the most work."""
         heap = [(load, team) for team, load in enumerate(loads.tolist())]
         heapq.heapify(heap)
         which = moving.nonzero().flatten()
@@ -328,13 +316,8 @@ class _Planner:
     def _chunks(self, cut: Layout, loads: Numbers) -> tuple[tuple[Numbers, ...], bool]:
         """Divides cut sequences into aligned runs of chunks, each with a team that computes it.
 
-        Args:
-            cut: their pieces.
-            loads: work that teams have already.
-
-        Returns:
-            Team, sequence, begin, end and level of each run; and whether no chunk lies on several
-            teams.
+        Returns team, sequence, begin, end and level of each run, and whether no chunk lies on
+        several teams; `loads` is the work that teams have already.
         """
         chunk = self._shape.chunk
         sequences = torch.bincount(cut.sequence).nonzero().flatten()
@@ -393,12 +376,8 @@ class _Planner:
     ) -> _Half:
         """Orders pieces, and finds their keys and what the fullest rank computes and gets.
 
-        Args:
-            degree: ranks of a team.
-            whole: team, sequence, begin, end and level of whole sequences.
-            parts: the same of pieces of others.
-            stays: whether all rows are where they are computed.
-            at_home: work of teams on sequences that lie there entirely.
+        `whole` and `parts` have team, sequence, begin, end and level: of whole sequences, and of
+        pieces of others. `at_home` is the work of teams on sequences that lie there entirely.
         """
         shape = self._shape
         teams = shape.ranks // degree
@@ -442,39 +421,37 @@ class _Planner:
 
     def plan(self, rank: int) -> Plan:
         """Returns what a rank does."""
-        choice, degree, heads = self._best, self._chosen.ulysses_degree, self._chosen.heads_k
-        first, second = choice.halves
-        forward = backward = self._pass(first, degree, rank)
-        if second is not first:
-            backward = self._pass(second, degree, rank)
-        backward = self._with_gradients(backward, second, degree, rank)
+        (first, second), heads = self._best.halves, self._chosen.heads_k
+        forward = self._pass(first, rank)
+        backward = forward if second is first else self._pass(second, rank)
+        backward = self._with_gradients(backward, second, rank)
         passes = forward._replace(heads=heads[0]), backward._replace(heads=heads[1])
-        return Plan(self._local(choice.local, rank), *passes, self._chosen)
+        return Plan(self._local(rank), *passes, self._chosen)
 
-    def _local(self, local: Numbers, rank: int) -> tuple[Call, ...]:
-        sequence = (local == rank).nonzero().flatten()
+    def _local(self, rank: int) -> tuple[Call, ...]:
+        sequence = (self._best.local == rank).nonzero().flatten()
         begin, end = self._ends(sequence)
         rows = self._own_q.place(begin), begin, end
         zero, keys_at = torch.zeros_like(sequence), self._own_k.place(self._starts_k[sequence])
         return self._calls(sequence, rows, (keys_at, zero, self._lengths_k[sequence]))
 
-    def _pass(self, half: _Half, degree: int, rank: int) -> Pass:
-        """Returns what travels to a rank, and its calls on it."""
+    def _pass(self, half: _Half, rank: int) -> Pass:
+        """Returns what travels to a rank, and its calls on it; heads are to be filled in."""
         rows, wanted = half.rows, half.keys.wanted
         if not wanted.rank.numel():
             return Pass(None, None, (), 1)
-        calls = self._calls_of(half, (rows.rank == rank // degree) & (half.level < 0))
-        way = None if half.stays else self._route(self._own_q, rows, degree, rank)
+        calls = self._calls_of(half, (rows.rank == rank // self._degree) & (half.level < 0))
+        way = None if half.stays else self._route(self._own_q, rows, rank)
         if way is None or self._own_k is not self._own_q or not all(map(torch.equal, rows, wanted)):
-            return Pass(way, self._route(self._own_k, wanted, degree, rank), calls, 1)
+            return Pass(way, self._route(self._own_k, wanted, rank), calls, 1)
         return Pass(way, way, calls, 1)
 
-    def _route(self, own: Layout, wanted: Layout, degree: int, rank: int) -> Route:
+    def _route(self, own: Layout, wanted: Layout, rank: int) -> Route:
         """Returns a rank's part of an exchange from the ranks that have tokens to teams.
 
         Rows that a rank sends to itself are the last ones sent, and the first ones received.
         """
-        ranks, team = self._shape.ranks, rank // degree
+        ranks, degree = self._shape.ranks, self._degree
         mine = own.select(own.rank == rank)
         found = overlaps(mine, wanted.begin, wanted.end)
         length = found.end - found.begin
@@ -483,7 +460,7 @@ class _Planner:
         at = (mine.at[found.part] + found.begin - mine.begin[found.part]).repeat_interleave(degree)
         head, length = members.repeat(length.numel()), length.repeat_interleave(degree)
         sent = Places(rank, ranks, to, at, length, head, degree)
-        wanted = wanted.select(wanted.rank == team)
+        wanted = wanted.select(wanted.rank == rank // degree)
         found = overlaps(own, wanted.begin, wanted.end)
         at = wanted.at[found.want] + found.begin - wanted.begin[found.want]
         received = Places(rank, ranks, own.rank[found.part], at, found.end - found.begin)
@@ -497,27 +474,28 @@ class _Planner:
         sides = (at, rows.begin, rows.end), (keys.at[some], keys.first[some], keys.end[some])
         return self._calls(rows.sequence, *sides)
 
-    def _with_gradients(self, result: Pass, half: _Half, degree: int, rank: int) -> Pass:
+    def _with_gradients(self, result: Pass, half: _Half, rank: int) -> Pass:
         """Adds how dk and dv of whole sequences travel, the runs of a rank, and their sums."""
         rows, keys = half.rows, half.keys
         if bool(keys.whole.all()):
             result = result._replace(whole=result.keys)
         elif bool(keys.whole.any()):
             wanted = keys.wanted.select(keys.whole)
-            result = result._replace(whole=self._route(self._own_k, wanted, degree, rank))
+            result = result._replace(whole=self._route(self._own_k, wanted, rank))
         run = ((half.level >= 0) & (keys.begin < keys.end)).nonzero().flatten()
         if not run.numel():
             return result
-        own = run[rows.rank[run] == rank // degree]
+        own = run[rows.rank[run] == rank // self._degree]
         calls = [call for one in own[:, None] for call in self._calls_of(half, one)]
-        return result._replace(runs=tuple(calls), sums=self._sums(half, run, degree, rank))
+        return result._replace(runs=tuple(calls), sums=self._sums(half, run, rank))
 
-    def _sums(self, half: _Half, run: Numbers, degree: int, rank: int) -> Sums:
+    def _sums(self, half: _Half, run: Numbers, rank: int) -> Sums:
         """Plans how a rank sends and adds the sums of runs of all teams, given their numbers."""
         runs, levels = half.rows.select(run), half.level[run]
         # Tokens: where the keys of each run's call begin, and those that are seen.
         first, begin, end = (self._starts_k[runs.sequence] + side[run] for side in half.keys[:3])
-        ranks, chunk, team, own = self._shape.ranks, self._shape.chunk, rank // degree, self._own_k
+        ranks, chunk, degree, own = self._shape.ranks, self._shape.chunk, self._degree, self._own_k
+        team = rank // degree
         found = overlaps(own, begin, end)
         by, to, length = runs.rank[found.want], own.rank[found.part], found.end - found.begin
         message = by * ranks + to
@@ -562,14 +540,10 @@ class _Planner:
         rows: tuple[Numbers, Numbers, Numbers],
         keys: tuple[Numbers, Numbers, Numbers],
     ) -> tuple[Call, ...]:
-        """Makes calls; neighbours with the same mask share one.
+        """Makes calls of pieces; neighbours with the same mask share one.
 
-        Pieces without rows or keys need none: their results are 0 (+inf for softmax_lse).
-
-        Args:
-            sequence: of each piece.
-            rows: place, first token and last + 1.
-            keys: place, first position and last + 1.
+        Pieces without rows or keys need none: their results are 0 (+inf for softmax_lse). Rows have
+        place, first token and last + 1, keys place, first position and last + 1.
         """
         shape = self._shape
         some = (rows[1] < rows[2]) & (keys[1] < keys[2])
@@ -600,6 +574,9 @@ class _Planner:
             places = slice(row, row + starts_q[-1]), slice(key, key + starts_k[-1])
             made.append(Call(*places, starts_q, starts_k, mask))
         return tuple(made)
+
+
+_planner_of = functools.lru_cache(maxsize=4)(_Planner)
 
 
 def _clamped(begin: Numbers, end: Numbers, most: Numbers) -> Numbers:

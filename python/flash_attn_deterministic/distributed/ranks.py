@@ -97,14 +97,10 @@ class Ranks:
         received: Sequence[int],
         what: str,
     ) -> Pending:
-        """Sends the first rows to rank 0, the next ones to rank 1, and so on.
+        """Sends the first rows of data to rank 0, the next ones to rank 1, and so on.
 
-        Args:
-            data: the rows.
-            arrived: gets those of rank 0, then those of rank 1, and so on.
-            sent: how many go to each rank.
-            received: how many come from each.
-            what: description of the data, for errors.
+        `arrived` gets those of rank 0, then those of rank 1, and so on. `sent` and `received` say
+        how many go to and come from each; errors say `what` the data are.
         """
         if self.size == 1:
             return Pending(self, data, None, what)
@@ -163,10 +159,8 @@ _known: dict[str, Ranks] = {}
 def report(error: Exception, group: Any) -> None:
     """Tells other ranks why a call failed here before its op.
 
-    Args:
-        error: of this rank.
-        group: of the call; None: unknown, as the argument is wrong: it is told in all groups of
-            this rank, since the others may wait in any of them.
+    Where the group is None, its argument is wrong: the error is told in all groups of this rank,
+    since the others may wait in any of them.
     """
     if is_known(error) or not dist.is_available() or not dist.is_initialized():
         return

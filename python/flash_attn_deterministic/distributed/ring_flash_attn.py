@@ -68,7 +68,6 @@ def llama3_flash_attn_prepare_cu_seqlens(
             f"cu_seqlens: expected a total that divides by {world_size} ranks, got {starts[-1]}"
         )
     queries, keys, place = _part(starts, causal, rank, world_size)
-
     own_q, own_k = (
         torch.tensor(one, dtype=torch.int32, device=cu_seqlens.device) for one in (queries, keys)
     )

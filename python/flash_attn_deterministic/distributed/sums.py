@@ -114,15 +114,10 @@ def sums_of(
 def added(
     plan: Sums, arrived: torch.Tensor, found: Sequence[Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """Adds sums, into the given tensors too.
+    """Adds sums, into the given tensors too: (rows, heads, head_dim), float32.
 
-    Args:
-        plan: of this rank.
-        arrived: (rows, heads, head_dim), float32: what other ranks have sent.
-        found: for each run of this rank sums of dk and of dv, for all keys of its call, likewise.
-
-    Returns:
-        The totals of the keys of `plan`, in the order of its `first`.
+    `arrived` is what other ranks have sent; `found` has for each run of this rank sums of dk and of
+    dv, for all keys of its call. Returns the totals in the order of the plan's `first`.
     """
     pieces = [
         *arrived.split_with_sizes(plan.arriving),
