@@ -122,9 +122,7 @@ def define(library: Any) -> None:
 def parts_of(q: Tensor | None, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v as views of the arguments of an op on packed tensors.
 
-    Args:
-        q: (..., seqlen_q, nheads, head_dim); None: in qkv.
-        qkv: (..., seqlen_k, 2, nheads_k, head_dim); without q (..., seqlen, 3, nheads, head_dim).
+    qkv is (..., seqlen_k, 2, nheads_k, head_dim), or without q (..., seqlen, 3, nheads, head_dim).
     """
     if q is None:
         q, k, v = qkv.unbind(-3)
@@ -139,14 +137,7 @@ def without_suffixes(name: str) -> str:
 
 
 def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns name and arguments of the op on q, k and v that makes the same call.
-
-    The name is without suffixes.
-
-    Args:
-        name: of an op.
-        arguments: of the op, by name.
-    """
+    """Returns name, without suffixes, and arguments of the op on q, k and v for the same call."""
     plain = without_suffixes(name.replace("qkvpacked_", ""))
     if "qkv" not in arguments:
         return plain, dict(arguments)

@@ -180,12 +180,12 @@ def as_dropout(dropout_p: Any) -> float:
 
 def check_length(name: str, tokens: int) -> None:
     """Checks that a number of tokens is 0 to 2^30 - 1."""
-    require(tokens >= 0, lambda: _wrong_length(name, tokens))
-    require(tokens <= _MAX_LENGTH, lambda: _wrong_length(name, tokens))
 
+    def message() -> str:
+        return f"{name}: expected 0 to {_MAX_LENGTH} tokens, got {shown(tokens)}"
 
-def _wrong_length(name: str, tokens: int) -> str:
-    return f"{name}: expected 0 to {_MAX_LENGTH} tokens, got {shown(tokens)}"
+    require(tokens >= 0, message)
+    require(tokens <= _MAX_LENGTH, message)
 
 
 def check_num_splits(num_splits: Any) -> None:

@@ -27,6 +27,7 @@ from .tensors import (
     VARLEN,
     Names,
     cached_values,
+    capacity,
     check_alike,
     check_batch,
     check_cached,
@@ -50,13 +51,10 @@ Given = dict[str, Any]
 
 
 def validate(op: str, arguments: Sequence[Any], read_values: bool = False) -> None:
-    """Checks the arguments of an op; raises as `flash_attn_func`.
+    """Checks the arguments of an op, in the order of its schema; raises as `flash_attn_func`.
 
-    Args:
-        op: its name.
-        arguments: in the order of its schema; defaults at the end may be missing. cache_seqlens may
-            be an int, of which the caller makes a tensor.
-        read_values: whether to check the values of lengths and indices too, of CPU tensors.
+    Defaults at the end may be missing. cache_seqlens may be an int, of which the caller makes a
+    tensor. With `read_values`, the values of lengths and indices are checked too, of CPU tensors.
     """
     given = dict(zip(argument_names(op), arguments, strict=False))
     _VALIDATORS[op](given)
@@ -153,9 +151,10 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = parts_of(given["q"], given["qkv"])
     else:
         q, k, v = given["q"], given[names.k], given[names.v]
-        if names is NAMES_CACHE and v is None:
-            _latent(q, k)
-            v = cached_values(k, v)
+    latent = names is NAMES_CACHE and v is None
+    if latent:
+        _latent(q, k)
+        v = cached_values(k, v)
     table = given.get("block_table")
     layout = VARLEN if varlen else DENSE
     keys_layout = layout if table is None else PAGED
@@ -168,7 +167,6 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         check_alike(q, ((names.k, k), (names.v, v)), names.q)
     if not varlen:
         check_batch(names.q, q, q.shape[0])
-    latent = names is NAMES_CACHE and given[names.v] is None
     check_heads(q, k, names, latent)
     head_dim = q.shape[-1]
     if varlen or names is NAMES_CACHE:
@@ -212,7 +210,7 @@ def _lengths(given: Given, device: torch.device, names: Names) -> None:
     batch = given["cu_seqlens_q"].shape[0] - 1
     check_cu_seqlens(names.cu_seqlens_k, given["cu_seqlens_k"], batch, device)
     _index(given, "seqused_k", batch, device)
-    _table(given, batch, device, ("leftpad_k",))
+    _table(given, batch, device, "leftpad_k")
     _index(given, "leftpad_k", batch, device)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         called = getattr(names, name)
@@ -227,19 +225,18 @@ def _index(given: Given, name: str, batch: int, device: torch.device) -> None:
         check_int32(name, given[name], (batch,), "(batch,)", device)
 
 
-def _table(given: Given, batch: int, device: torch.device, without: Sequence[str]) -> None:
-    """Checks the block table, and that arguments which do not go with it are None."""
+def _table(given: Given, batch: int, device: torch.device, leftpad: str) -> None:
+    """Checks the block table, and that there is no padding beside it."""
     table = given.get("block_table")
     if table is None:
         return
     layout = "(batch, max_num_blocks_per_seq)"
     check_int32("block_table", table, (batch, -1), layout, device)
-    for name in without:
-        if given[name] is not None:
-            raise ArgumentError(
-                f"{name}: expected None together with block_table; leave the padding out of the "
-                "pages"
-            )
+    if given[leftpad] is not None:
+        raise ArgumentError(
+            f"{leftpad}: expected None together with block_table; leave the padding out of the "
+            "pages"
+        )
 
 
 def _slopes(given: Given, q: torch.Tensor) -> None:
@@ -317,7 +314,6 @@ def _cache(given: Given) -> None:
         seqlens = length_in_cache(seqlens, capacity, new)
     elif seqlens is not None:
         check_int32("cache_seqlens", seqlens, (batch,), "(batch,)", q.device)
-    _table(given, batch, q.device, ("cache_leftpad",))
     _index(given, "cache_leftpad", batch, q.device)
     _slopes(given, q)
     _sinks(given, q)
@@ -334,7 +330,7 @@ def _capacity(given: Given, batch: int) -> int:
     """Returns how many tokens the cache can hold for one sequence."""
     q, k_cache, index = given["q"], given["k_cache"], given["cache_batch_idx"]
     if given["block_table"] is not None:
-        _table(given, batch, q.device, ())
+        _table(given, batch, q.device, "cache_leftpad")
         check_page_size("k_cache", k_cache.shape[1])
         if index is not None:
             raise ArgumentError(
@@ -349,11 +345,6 @@ def _capacity(given: Given, batch: int) -> int:
             f"{tuple(k_cache.shape)}; name their places with cache_batch_idx"
         )
     return capacity(k_cache, given["block_table"])
-
-
-def capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Returns how many tokens a cache has room for in a sequence."""
-    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def _new_tokens(given: Given, capacity: int) -> int:

@@ -48,12 +48,10 @@ def check_tensor(name: str, tensor: Any, expected: str = "a torch.Tensor") -> No
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"{name}: expected {expected}, got {type_name(tensor)}")
     if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested tensor" if tensor.is_nested else "one"
-        advice = (
-            "pass its values() and offsets() to flash_attn_varlen_func"
-            if tensor.is_nested
-            else f"convert it with {name}.to_dense()"
-        )
+        kind, advice = "one", f"convert it with {name}.to_dense()"
+        if tensor.is_nested:
+            kind = "a nested tensor"
+            advice = "pass its values() and offsets() to flash_attn_varlen_func"
         raise ArgumentError(
             f"{name}: expected a tensor of layout torch.strided, got {kind} of layout "
             f"{tensor.layout}; {advice}"
@@ -126,8 +124,13 @@ def cached_values(k_cache: torch.Tensor, v_cache: torch.Tensor | None) -> torch.
     return k_cache[..., : LATENT[1]] if v_cache is None else v_cache
 
 
+def capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Returns how many tokens a cache has room for in a sequence."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
 def check_cached(
-    q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str = "q"
+    q: torch.Tensor, k: tuple[str, torch.Tensor], v: tuple[str, torch.Tensor], name_q: str
 ) -> None:
     """Checks dtypes and devices of a cache: both parts like q, or both in 8 bits."""
     if not is_fp8(k[1]):
@@ -167,9 +170,7 @@ def check_head_dim(name: str, tensor: torch.Tensor, of_cache: bool = False) -> N
         )
 
 
-def check_heads(
-    q: torch.Tensor, k: torch.Tensor, names: Names = NAMES, latent: bool = False
-) -> None:
+def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names, latent: bool) -> None:
     """Checks head_dim of q, and that nheads_k divides nheads."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if not latent:

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError
 from .numbers import require
-from .tensors import Names
+from .tensors import Names, capacity
 
 
 def check_values(given: dict[str, Any], names: Names) -> None:
@@ -47,8 +47,8 @@ def _check_packed(given: dict[str, Any], names: Names) -> None:
         if seqused is None:
             check_starts(names.cu_seqlens_k, k_starts)
         else:
-            capacity = table.shape[1] * keys.shape[1]
-            _check_each("seqused_k", ends, [capacity] * batch, "the tokens of its pages")
+            most = [capacity(keys, table)] * batch
+            _check_each("seqused_k", ends, most, "the tokens of its pages")
         _check_pages(table, keys.shape[1], keys.shape[0], ends)
     if "dout" in given:
         return  # as in the forward
@@ -62,14 +62,12 @@ def _check_cache(given: dict[str, Any]) -> None:
     q, k_cache, k = given["q"], given["k_cache"], given["k"]
     seqlens, leftpad = given["cache_seqlens"], given["cache_leftpad"]
     index, table, cos = given["cache_batch_idx"], given["block_table"], given["rotary_cos"]
-    batch, capacity = q.shape[0], k_cache.shape[1]
-    if table is not None:
-        capacity *= table.shape[1]
+    batch, most = q.shape[0], capacity(k_cache, table)
     new = 0 if k is None else k.shape[1]
-    used = [capacity] * batch if seqlens is None else seqlens.tolist()
+    used = [most] * batch if seqlens is None else seqlens.tolist()
     ends = [end + new for end in used]
-    room = f"the {capacity} tokens of the cache less {new} new ones"
-    _check_each("cache_seqlens", used, [capacity - new] * batch, room)
+    room = f"the {most} tokens of the cache less {new} new ones"
+    _check_each("cache_seqlens", used, [most - new] * batch, room)
     if leftpad is not None:
         _check_each("cache_leftpad", leftpad.tolist(), ends, "the length")
     if table is not None:

@@ -84,15 +84,14 @@ def attend(
 
     `given` are those of `resolve_options` after q.
     """
-    with_probs = return_attn_probs
-    if with_probs is not False:
-        with_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
-    with_max = return_max_logits
-    if with_max is not False:
-        with_max = numbers.as_flag("return_max_logits", return_max_logits)
+    if return_attn_probs is not False:
+        return_attn_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
+    if return_max_logits is not False:
+        return_max_logits = numbers.as_flag("return_max_logits", return_max_logits)
     seeds = None if dropout_seeds is None else as_rng_state(dropout_seeds)
-    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink, with_max, seeds)
-    inputs, lengths, head_dim, options, call = prepared
+    inputs, lengths, head_dim, options, call = prepare(
+        inputs, lengths, given, alibi_slopes, learnable_sink, return_max_logits, seeds
+    )
     k_descale, v_descale = descales
     if k_descale is not None or v_descale is not None:
         call = with_scaled_query(call, k_descale, v_descale)
@@ -109,10 +108,10 @@ def attend(
         out = out[..., :head_dim_v]
     if v_descale is not None:
         out = scaled(out, v_descale, call)
-    if not with_probs:
-        return (out, max_logits(results[2], lengths)) if with_max else out
+    more = (max_logits(results[2], lengths),) if return_max_logits else ()
+    if not return_attn_probs:
+        return (out, *more) if more else out
     softmax_lse = results[1]
-    more = (max_logits(results[2], lengths),) if with_max else ()
     if not options.dropout_p:
         return out, softmax_lse, out.new_empty(0), *more
     # Imported here, to keep the import of the package short.
@@ -150,14 +149,12 @@ def prepare(
         inputs = autocast(inputs)
     head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
     sink = None if learnable_sink is None else as_sink(learnable_sink)
-    residual = False
     if lengths is not None:
         if not (type(lengths[2]) is int is type(lengths[3])):
             lengths = with_ints(lengths, inputs[0] is None)
         if torch.compiler.is_compiling():
             _check_no_gradient((*inputs, sink), lengths)
-    if options.keep_residual:
-        residual = has_backward((*inputs, sink), lengths)
+    residual = options.keep_residual and has_backward((*inputs, sink), lengths)
     random = alibi_slopes, rng_state
     call = forward_call(inputs, lengths, options, *random, residual, sink, with_max)
     return inputs, lengths, head_dim, options, call

@@ -82,10 +82,11 @@ def scaled(rows: torch.Tensor, descale: float | torch.Tensor, call: Call) -> tor
     # gradient; torch.compile reads no stride of what is detached, so it comes last.
     each = descale.detach().expand(*descale.shape[:-1], nheads_k)
     each = each.repeat_interleave(rows.shape[-2] // nheads_k, -1)
-    if each.dim() == 2 and cu_seqlens_q is None:
-        each = each[:, None]
-    elif cu_seqlens_q is not None and each.dim() == 2:
-        token = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
-        each = each[sequence.clamp(max=each.shape[0] - 1)]  # also rows of no sequence
+    if each.dim() == 2:
+        if cu_seqlens_q is None:
+            each = each[:, None]
+        else:
+            token = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+            sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+            each = each[sequence.clamp(max=each.shape[0] - 1)]  # also rows of no sequence
     return (rows * each[..., None]).to(rows.dtype)

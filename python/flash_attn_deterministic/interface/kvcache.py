@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..checks import numbers
-from ..checks.ops import capacity, length_in_cache, validate
+from ..checks.ops import length_in_cache, validate
+from ..checks.tensors import capacity
 from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call

@@ -10,11 +10,7 @@ def places(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns row and place of a sequence's tokens [begin, end), as indices into a buffer.
 
-    Args:
-        home: its row in a buffer (rows, tokens, nheads_k, head_dim), or its pages, in order.
-        begin: the first token.
-        end: the token after the last.
-        page_size: tokens of a page.
+    `home` is its row in a buffer (rows, tokens, nheads_k, head_dim), or its pages, in order.
     """
     token = torch.arange(begin, end, device="cpu")
     if isinstance(home, int):
