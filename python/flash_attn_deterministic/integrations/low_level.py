@@ -16,10 +16,6 @@ from ..ops.autograd import alert_atomics, run
 from ..schemas import argument_names, backward_call, forward_call
 from ..types import Call, Gradients, Lengths, Options
 
-# Defines the ops.
-from ..ops import library as library  # isort: skip
-
-
 # dropout_p, softmax_scale, causal, window_size and softcap, as of `flash_attn_func`; a side of the
 # window may be None, for no limit.
 Numbers = tuple[float, float | None, bool, Sequence[int | None], float]

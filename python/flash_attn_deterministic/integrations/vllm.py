@@ -76,11 +76,6 @@ def repair_norm() -> None:
     layernorm.rms_norm_batch_invariant = norm
 
 
-def registered_name() -> str:
-    """Returns the name that vLLM knows the backend by: ours, or CUSTOM in older releases."""
-    return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
-
-
 class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
     """The properties of this backend, as vLLM queries them."""
 
@@ -90,8 +85,8 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
     @staticmethod
     def get_name() -> str:
-        """Returns the name that vLLM registers it under."""
-        return registered_name()
+        """Returns the name that vLLM knows it by: ours, or CUSTOM in older releases."""
+        return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[DeterministicImpl]:

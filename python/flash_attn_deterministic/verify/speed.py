@@ -103,18 +103,15 @@ def measure(section: str, attention: Attention, quick: bool) -> dict[str, Any]:
     }
 
 
-def last_ratios(section: str, path: Path = LAST) -> dict[str, float]:
+def last_ratios(section: str) -> dict[str, float]:
     """Returns times of the last release over torch's, by shape.
 
     None for another model of GPU, and for a wheel of PTX alone, which lacks the kernels for Hopper.
     """
     if all(name.endswith("-virtual") for name in build_info().architectures):
         return {}
-    record = json.loads(path.read_text(encoding="utf-8"))
     # Not by compute capability: an H200 reads its memory faster than an H100.
-    found: dict[str, Any] = record.get(
-        torch.cuda.get_device_name() if _DEVICE == "cuda" else "", {}
-    )
+    found = json.loads(LAST.read_text(encoding="utf-8")).get(torch.cuda.get_device_name())
     return found["ratios"][section] if found else {}
 
 

@@ -105,9 +105,9 @@ class Engine:
         finally:
             config.long_prefill_token_threshold = before
 
-    def ask(self, prompts: Sequence[list[int]], new_tokens: int = _NEW_TOKENS) -> list[Answer]:
+    def ask(self, prompts: Sequence[list[int]]) -> list[Answer]:
         """Returns the greedy answers to prompts that run together."""
-        outputs = self._generate(prompts, max_tokens=new_tokens, logprobs=0)
+        outputs = self._generate(prompts, max_tokens=_NEW_TOKENS, logprobs=0)
         answers = []
         for prompt, output in zip(prompts, outputs, strict=True):
             new = output.outputs[0]

@@ -53,8 +53,7 @@ def _flash_attn_forward(
     Source:
         _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py); so for the others here.
     """
-    window = (window_size_left, window_size_right)
-    numbers = dropout_p, softmax_scale, causal, window, softcap
+    numbers = dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap
     return _forward((q, k, v), numbers, None, alibi_slopes, return_softmax)
 
 
@@ -84,8 +83,7 @@ def _flash_attn_varlen_forward(
     zero_tensors has no effect; rows of no sequence are always 0. Results as of
     `_flash_attn_forward`, with a softmax_lse of (nheads, total_q).
     """
-    window = (window_size_left, window_size_right)
-    numbers = dropout_p, softmax_scale, causal, window, softcap
+    numbers = dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
@@ -121,8 +119,7 @@ def _flash_attn_backward(
         softmax_d (batch, nheads, seqlen_q rounded up to a multiple of 128) in float32: the sum of
         dout * out over head_dim, 0 beyond seqlen_q.
     """
-    window = (window_size_left, window_size_right)
-    numbers = dropout_p, softmax_scale, causal, window, softcap
+    numbers = dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap
     result, others = (out, softmax_lse, rng_state), (None, alibi_slopes, deterministic)
     _backward((dq, dk, dv), dout, (q, k, v), result, numbers, *others)
     softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
@@ -160,8 +157,7 @@ def _flash_attn_varlen_backward(
         softmax_d (nheads, total_q + 128 * batch) in float32: the sum of dout * out over head_dim,
         those of sequence b from cu_seqlens_q[b] + 128 * b on, 0 elsewhere.
     """
-    window = (window_size_left, window_size_right)
-    numbers = dropout_p, softmax_scale, causal, window, softcap
+    numbers = dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     result, others = (out, softmax_lse, rng_state), (lengths, alibi_slopes, deterministic)
     _backward((dq, dk, dv), dout, (q, k, v), result, numbers, *others)

@@ -25,15 +25,14 @@ _PACKAGE = "flash_attn_deterministic"
 def provenance(
     command: Sequence[str], device: str, wheel: Path | None = None, **versions: str | None
 ) -> dict[str, Any]:
-    """Returns what every result begins with.
+    """Returns what every result begins with; the device is "cuda" or "cpu".
 
-    Args:
-        command: the command line.
-        device: "cuda" or "cpu".
-        wheel: the installed wheel's file; None: what the installer recorded of it.
-        **versions: of other libraries that were measured.
+    `wheel` is the installed wheel's file; None: what the installer recorded of it. `versions` are
+    those of other libraries that were measured.
     """
-    named = _installed_wheel() if wheel is None else _named(wheel)
+    named = _installed_wheel()
+    if wheel is not None:
+        named = {"name": wheel.name, "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}
     return provenance_of(command, machine(device), named, **versions)
 
 
@@ -123,7 +122,3 @@ def _installed_wheel() -> dict[str, str] | None:
     except (metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         return None
     return {"name": str(origin["url"]).rpartition("/")[2], "sha256": str(digest)}
-
-
-def _named(wheel: Path) -> dict[str, str]:
-    return {"name": wheel.name, "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}

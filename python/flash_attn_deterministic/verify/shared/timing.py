@@ -13,6 +13,7 @@ import torch
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
 _ROTATED_BYTES = 512 * 2**20  # the same
 _CALLS = 8  # of a graph, at least
+_ROUNDS = 5  # within a budget, at least
 _FLUSHES = 8  # longer than the host needs for a forward and backward through autograd
 
 Step = Callable[[int], object]  # a call on one of several sets of buffers
@@ -68,30 +69,27 @@ def interleaved(
 
 
 def within(
-    calls: Mapping[str, Callable[[], object]], budget_ms: float, most: int, least: int = 5
+    calls: Mapping[str, Callable[[], object]], budget_ms: float, most: int
 ) -> dict[str, list[float]]:
     """Times calls in turns, as often as milliseconds for all timed calls together allow.
 
-    There are at least `least` rounds whatever they take, at most `most`. Of calls through autograd
-    the host takes up to 0.8 ms.
+    There are at least 5 rounds whatever they take, at most `most`. Of calls through autograd the
+    host takes up to 0.8 ms.
     """
     trial = interleaved(calls, repeats=2, warmup=1, flushes=_FLUSHES)
     round_ms = sum(min(times) + _FLUSHES * 0.1 for times in trial.values())
-    repeats = round(min(most, max(least, budget_ms / round_ms)))
+    repeats = round(min(most, max(_ROUNDS, budget_ms / round_ms)))
     return interleaved(calls, repeats=repeats, warmup=1, flushes=_FLUSHES)
 
 
-def on_cpu(
-    calls: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 0
-) -> dict[str, list[float]]:
+def on_cpu(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Times calls in turns by the host's clock; returns milliseconds of each call, per name."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn, order in rotations(calls, warmup + repeats):
+    for _, order in rotations(calls, repeats):
         for name in order:
             begin = time.perf_counter()
             calls[name]()
-            if turn >= warmup:
-                times[name].append(1e3 * (time.perf_counter() - begin))
+            times[name].append(1e3 * (time.perf_counter() - begin))
     return times
 
 
