@@ -109,8 +109,8 @@ def documents_of(block_mask: BlockMask, batch: int, seqlen: int, device: torch.d
 
 
 def _find(block_mask: BlockMask, batch: int, seqlen: int, device: torch.device) -> Documents:
-    zero, place = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen)
-    place = place.to(device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    place = torch.arange(seqlen, device=device)
     over_keys = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
     over_pairs = torch.vmap(block_mask.mask_mod, in_dims=(None, None, 0, 0))

@@ -60,7 +60,8 @@ def run(call: Call) -> Any:
     wanted = arguments[:count] + arguments[end:]
     try:
         if is_observed(wanted):
-            _know_sharding()
+            if "torch.distributed.tensor" in sys.modules:  # otherwise there are no DTensors
+                _register_sharding()
             return op(*arguments)
         if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
             return apply(*wanted, None, arguments)
@@ -88,12 +89,6 @@ def _register_sharding() -> None:
     from .sharding import register
 
     register()
-
-
-def _know_sharding() -> None:
-    """Registers how DTensors are sharded, where there may be some."""
-    if "torch.distributed.tensor" in sys.modules:
-        _register_sharding()
 
 
 def autograd_kernel(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks.tensors import cached_values, capacity
+from ..checks.tensors import cached_values
 from ..types import Gradients
 from .backward import KeyGradients, attend_backward, finish
 from .batch import Batch, Tensors, batches
@@ -154,6 +154,7 @@ def kvcache_attention(
     walk = Walk.of(q, **options)
     v_cache = cached_values(k_cache, v_cache)
     batch_size, seqlen_q = q.shape[:2]
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     homes: Any = range(batch_size) if cache_batch_idx is None else cache_batch_idx.tolist()
     if block_table is not None:
         homes = block_table
@@ -161,8 +162,7 @@ def kvcache_attention(
     if isinstance(cache_seqlens, torch.Tensor):
         used = cache_seqlens.tolist()
     else:
-        whole = capacity(k_cache, block_table)
-        used = [whole if cache_seqlens is None else cache_seqlens] * batch_size
+        used = [capacity if cache_seqlens is None else cache_seqlens] * batch_size
     ends = [end + (0 if k is None else k.shape[1]) for end in used]
 
     def turned(x: torch.Tensor, sequence: int, advance: bool) -> torch.Tensor:

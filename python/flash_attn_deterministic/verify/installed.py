@@ -81,20 +81,20 @@ def read_wheel(path: Path) -> Wheel:
 def inspect(wheel: Wheel | None) -> Installed:
     """Compares the files of the package in use with their record and, if given, a wheel."""
     package = Path(__file__).resolve().parents[1]
+    matches = None if wheel is None else False
     try:
         distribution = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:
-        return Installed("", True, 0, (), None if wheel is None else False)
+        return Installed("", True, 0, (), matches)
     root = Path(str(distribution.locate_file(""))).resolve()
     if package != root / PACKAGE or _editable(distribution):
-        return Installed(distribution.version, True, 0, (), None if wheel is None else False)
+        return Installed(distribution.version, True, 0, (), matches)
     try:
         own = _own_files(distribution)
     except (TypeError, ValueError, csv.Error) as error:
         own, problems = [], [f"RECORD: a row is malformed ({error})"]
     else:
         problems = list(_record_problems(own, root))
-    matches = None
     if wheel is not None:
         differences = list(_wheel_problems(wheel.path, root))
         problems += differences

@@ -12,7 +12,7 @@ from .contract import CHECKS, Attention, run_check, size_of
 from .contract.call import DTYPES
 from .contract.sizes import Config
 
-TIMED = ("forward", "decode", "backward")  # sections that measure a GPU
+TIMED = tuple(speed.SHAPES)  # sections that measure a GPU
 
 OnCase = Callable[[str, int, int], None]
 
