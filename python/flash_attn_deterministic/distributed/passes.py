@@ -103,8 +103,8 @@ class _Steps:
 
     def __iter__(self) -> Iterator[tuple[_Step, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
         """Yields each step, with the rows of its heads, whether they came or not, and keys."""
-        before: list[Callable[[], None]] = []
         while self._coming is not None:
+            before, self.later = self.later, []
             step, arriving = self._coming
             found = [tensor for message in arriving for tensor in message.new()]
             if self._part.rows is None:
@@ -113,9 +113,10 @@ class _Steps:
             keys, rows = found[:2], found[2:]
             del found, arriving
             yield step, rows, keys
-            _finish(before)
-            before, self.later = self.later, []
-        _finish(before)
+            while before:  # nothing keeps what is written, and its memory
+                before.pop(0)()
+        while self.later:
+            self.later.pop(0)()
 
     def send_back(
         self, way: Route, results: Sequence[torch.Tensor], targets: Sequence[Heads], what: str
@@ -372,8 +373,3 @@ def _all_of(found: Sequence[Piece], size: int) -> list[torch.Tensor]:
         pieces.append(piece)
         row = where.stop
     return pieces if row == size else []
-
-
-def _finish(going: Iterable[Callable[[], None]]) -> None:
-    for end in going:
-        end()
