@@ -40,7 +40,7 @@ PREFACES = {
 | `FLASH_ATTENTION_FAMILY` | sm80 or sm90 | which kernels run where both can; read in each call on a GPU, checked when a process starts |
 | `FLASH_ATTENTION_REPAIR_VLLM_NORM`, `FA2_REPAIR_VLLM_NORM` | the same | whether vLLM's plugin repairs [its norm](integrations.md#the-norm-of-vllms-batch-invariant-mode) |
 | `FLASH_ATTENTION_RANK_CHECKS` | first, always or off | when ranks compare their calls: [distributed](distributed.md#errors) |
-| `FLASH_ATTENTION_TEST_DEVICE` | `sms=132,shared=232448,path=parts,family=sm80,heads=8`, any of these | for tests: plans as if the CUDA GPU at hand had so many multiprocessors and so many bytes of shared memory a block, or with a path (one_cta, parts, few_rows, scores_first), family, or heads in flight. The compute capability stays: plans of Hopper's kernels need a Hopper GPU, and without a GPU there are none |""",
+| `FLASH_ATTENTION_TEST_DEVICE` | `sms=132,shared=232448,path=parts,family=sm80,heads=8`, any of these | for tests: plans as if the CUDA GPU at hand had so many multiprocessors and so many bytes of shared memory a block, or with a path (one_cta, parts, few_rows, scores_first), family, or heads in flight. The compute capability stays: plans of Hopper's kernels need a Hopper GPU, and without a GPU there are none |"""
 }
 Definition = ast.FunctionDef | ast.ClassDef
 

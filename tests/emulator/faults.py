@@ -146,10 +146,7 @@ FAULTS = [
         "keys of a page begin at its first row",
         *(64, _PRODUCER, "used ? key - page * call.page_size", "used ? key % call.box_keys"),
     ),
-    Fault(
-        "the tail lies in another block",
-        *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2"),
-    ),
+    Fault("the tail lies in another block", *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2")),
     Fault(
         "a single row behind the end is not cleared",
         *(64, _PRODUCER, "behind < T::kKeys;", "behind < T::kKeys - 1;"),

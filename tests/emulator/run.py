@@ -35,11 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # The program of a kind, and what calls need to be small: a file, its text, what comes instead.
 _LITTLE_SCRATCH = ("plan.h", "{64} << 20", "{2} << 20")  # so that calls take several launches
-_SHORT_CHUNKS = (
-    "tree/tree.h",
-    "kChunkRows = 4096",
-    "kChunkRows = 128",
-)  # several of them
+_SHORT_CHUNKS = ("tree/tree.h", "kChunkRows = 4096", "kChunkRows = 128")  # several of them
 KINDS = {
     "forward": ("forward.cpp", _LITTLE_SCRATCH),
     "few": ("forward.cpp", None),

@@ -19,12 +19,7 @@ import torch.distributed as dist
 from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import tree
-from flash_attn_deterministic.distributed import (
-    agreement,
-    ops,
-    passes,
-    ring_flash_attn,
-)
+from flash_attn_deterministic.distributed import agreement, ops, passes, ring_flash_attn
 from flash_attn_deterministic.distributed.agreement import VARIABLE
 from flash_attn_deterministic.distributed.ranks import Pending, Ranks
 from flash_attn_deterministic.verify.ranks import run, trial

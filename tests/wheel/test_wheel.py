@@ -52,10 +52,7 @@ def test_passes_every_check_of_the_build(wheel: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "holder"),
-    [
-        ("FlashAttention-LICENSE", "the respective contributors"),
-        ("CUTLASS-LICENSE.txt", "NVIDIA"),
-    ],
+    [("FlashAttention-LICENSE", "the respective contributors"), ("CUTLASS-LICENSE.txt", "NVIDIA")],
 )
 def test_holds_the_licences_of_what_it_is_made_of(
     archive: zipfile.ZipFile, name: str, holder: str

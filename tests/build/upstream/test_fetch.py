@@ -94,10 +94,7 @@ def test_what_is_not_there_is_said(
 ) -> None:
     with static(tmp_path, refuse=True) as url, pytest.raises(BuildError, match=f"{url}/.*503"):
         download(pin, monkeypatch, index_url=url)
-    with (
-        static(tmp_path) as url,
-        pytest.raises(BuildError, match=f"not found in {url}") as said,
-    ):
+    with static(tmp_path) as url, pytest.raises(BuildError, match=f"not found in {url}") as said:
         download(pin, monkeypatch, index_url=url)
     assert pin.version in str(said.value)
     archive.unlink()

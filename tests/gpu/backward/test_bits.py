@@ -14,13 +14,7 @@ from flash_attn_deterministic.verify.contract.call import part
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import BIT_CONFIGS, bits, each_config, named, pairwise, same_bits
-from tests.gpu.gradients import (
-    FEATURES,
-    GRADIENTS,
-    assert_same_results,
-    draw_call,
-    results,
-)
+from tests.gpu.gradients import FEATURES, GRADIENTS, assert_same_results, draw_call, results
 
 pytestmark = pytest.mark.gpu
 

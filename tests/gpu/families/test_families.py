@@ -26,11 +26,7 @@ from tests.gpu.attention import (
     skip_unless_built,
 )
 from tests.gpu.drawn_calls import draw_call
-from tests.gpu.gradients import (
-    assert_same_results,
-    int32,
-    results,
-)
+from tests.gpu.gradients import assert_same_results, int32, results
 from tests.gpu.gradients import draw_call as draw_gradient_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -134,13 +130,7 @@ def test_however_many_take_parts(head_dim: int, dtype: str) -> None:
     ],
 )
 def test_parts_are_left_where_they_pay(
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    nheads: int,
-    head_dim: int,
-    family: str,
-    path: str,
+    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, head_dim: int, family: str, path: str
 ) -> None:
     """SMs would idle, or few queries have many rows; `bench --study paths` times the choice."""
     skip_unless_built(head_dim, "bf16")
@@ -170,12 +160,7 @@ BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", 
     ],
 )
 def test_sums_of_heads_side_by_side_fit_into_a_share_of_l2(
-    sms: int,
-    seqlen: int,
-    window: tuple[int, int],
-    family: str,
-    share: int,
-    least: int,
+    sms: int, seqlen: int, window: tuple[int, int], family: str, share: int, least: int
 ) -> None:
     skip_unless_built(128, "bf16", "bwd")
     q, k, v = make_qkv((1, seqlen, 6, 128))
@@ -213,10 +198,7 @@ def test_gradients_that_hopper_leaves_to_the_others(feature: str) -> None:
     family=("sm80", "sm90"),
 )
 def test_sums_of_runs_of_chunks_are_those_of_one_call(
-    config: tuple[int, str],
-    nheads_k: int,
-    causal: bool,
-    family: str,
+    config: tuple[int, str], nheads_k: int, causal: bool, family: str
 ) -> None:
     seqlen = 5 * CHUNK_ROWS + 100
     call = draw_gradient_call(
@@ -276,10 +258,7 @@ def in_runs(call: Call, runs: dict[tuple[int, int], tuple[int, int]], causal: bo
     ),
 )
 def test_gradients_are_those_of_every_family_and_path(
-    config: tuple[int, str],
-    feature: str,
-    nheads_k: int,
-    seqlens: tuple[int, int],
+    config: tuple[int, str], feature: str, nheads_k: int, seqlens: tuple[int, int]
 ) -> None:
     seqlen_q, seqlen_k = seqlens
     call = draw_gradient_call(

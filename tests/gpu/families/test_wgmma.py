@@ -83,13 +83,7 @@ def run(
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_wgmma_equals_mma_sync(
-    dtype: str,
-    columns: int,
-    transposed: bool,
-    way: str,
-    k: int,
-    drawn: str,
-    library: ctypes.CDLL,
+    dtype: str, columns: int, transposed: bool, way: str, k: int, drawn: str, library: ctypes.CDLL
 ) -> None:
     torch.manual_seed(columns + k)
     shape = (COUNT, k, columns) if transposed else (COUNT, columns, k)

@@ -19,13 +19,7 @@ from flash_attn_deterministic.verify.contract import layouts
 from flash_attn_deterministic.verify.contract.call import Attention, draw
 from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import (
-    DTYPES,
-    assert_same,
-    make_qkv,
-    same_bits,
-    skip_unless_built,
-)
+from tests.gpu.attention import DTYPES, assert_same, make_qkv, same_bits, skip_unless_built
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu

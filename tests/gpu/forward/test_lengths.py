@@ -95,9 +95,7 @@ def test_rows_of_no_sequence(seqlen: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqlen_q", "batch"),
-    [(3, 2), (100, 2), (100, 200)],
-    ids=["few-rows", "parts", "one-cta"],
+    ("seqlen_q", "batch"), [(3, 2), (100, 2), (100, 200)], ids=["few-rows", "parts", "one-cta"]
 )
 @pytest.mark.parametrize("most", [64, 130, 256], ids=["one-split", "three-splits", "four-splits"])
 def test_keys_beyond_max_seqlen_k_are_left_out(most: int, seqlen_q: int, batch: int) -> None:

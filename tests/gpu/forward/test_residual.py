@@ -35,12 +35,7 @@ from tests.gpu.attention import (
     pairwise,
     same_bits,
 )
-from tests.gpu.gradients import (
-    ALL_FEATURES,
-    GRADIENTS,
-    SEED,
-    draw_call,
-)
+from tests.gpu.gradients import ALL_FEATURES, GRADIENTS, SEED, draw_call
 
 pytestmark = pytest.mark.gpu
 

@@ -16,13 +16,7 @@ import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import (
-    assert_same,
-    attend,
-    make_qkv,
-    same_bits,
-    skip_unless_built,
-)
+from tests.gpu.attention import assert_same, attend, make_qkv, same_bits, skip_unless_built
 
 pytestmark = pytest.mark.gpu
 

@@ -71,12 +71,7 @@ def test_forward(
 @DTYPE
 @HEAD_DIM
 def test_backward(
-    baseline: Baseline,
-    head_dim: int,
-    dtype: str,
-    causal: bool,
-    nheads_k: int,
-    deterministic: bool,
+    baseline: Baseline, head_dim: int, dtype: str, causal: bool, nheads_k: int, deterministic: bool
 ) -> None:
     q, k, v = make_qkv((2, 500, 4, head_dim), nheads_k=nheads_k, dtype=DTYPES[dtype])
     skip_unless_held(baseline, q, k, causal)

@@ -102,11 +102,7 @@ def test_torch_varlen_attention_has_our_bits() -> None:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Gemma2": {
-        "sliding_window": 64,
-        "attn_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 64,
-    },
+    "Gemma2": {"sliding_window": 64, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64},
     "Mistral": {"sliding_window": 64},
 }
 

@@ -223,12 +223,7 @@ def latent() -> None:
             with device_override(f"family={family}"):
                 for options in calls:
                     flash_attn_with_kvcache(
-                        q,
-                        cache,
-                        None,
-                        cache_seqlens=lengths,
-                        block_table=table,
-                        **options,
+                        q, cache, None, cache_seqlens=lengths, block_table=table, **options
                     )
 
 

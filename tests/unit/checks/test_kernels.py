@@ -11,10 +11,7 @@ from attention_cases import make_inputs
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.build_info import Instance, build_info
 from flash_attn_deterministic.checks import kernels
-from flash_attn_deterministic.errors import (
-    MissingInstanceError,
-    UnsupportedDeviceError,
-)
+from flash_attn_deterministic.errors import MissingInstanceError, UnsupportedDeviceError
 
 CUDA = torch.device("cuda", 0)
 Pretend = Callable[..., None]

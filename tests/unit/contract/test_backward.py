@@ -10,12 +10,7 @@ import torch
 from attention_cases import drawn, same, tiles
 from bits import all_equal
 from flash_attn_deterministic import tree
-from flash_attn_deterministic.reference import (
-    attention,
-    attention_backward,
-    backward,
-    batch,
-)
+from flash_attn_deterministic.reference import attention, attention_backward, backward, batch
 from flash_attn_deterministic.verify.contract import layouts
 from flash_attn_deterministic.verify.contract.call import Call, Tensors
 from flash_attn_deterministic.verify.features import OF_CONTRACT

@@ -88,9 +88,7 @@ def test_what_is_not_supported_is_refused() -> None:
 def test_the_alias_holds_it() -> None:
     with as_flash_attn():
         import flash_attn_interface  # type: ignore[import-not-found, unused-ignore]
-        from flash_attn_3.flash_attn_interface import (  # type: ignore[import-not-found, unused-ignore]
-            flash_attn_with_kvcache,
-        )
+        from flash_attn_3.flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found, unused-ignore]
     assert flash_attn_interface is flash_attn_3
     assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
     assert "page_table" in inspect.signature(flash_attn_with_kvcache).parameters

@@ -43,10 +43,7 @@ class Engine:
     """Two requests, SGLang's pools, and steps of any lengths."""
 
     def __init__(
-        self,
-        sinks: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        **options: Any,
+        self, sinks: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
         self.sinks = sinks
         self.layer = RadixAttention(HEADS, HEAD_DIM, 0.2, HEADS_K, 0, **options)

@@ -32,11 +32,7 @@ SIZES = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Gemma2": {
-        "sliding_window": 8,
-        "attn_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 16,
-    },
+    "Gemma2": {"sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     "Mistral": {"sliding_window": 8},
     "Qwen3": {},
     "DeepseekV3": {  # keys wider than values, which transformers pads

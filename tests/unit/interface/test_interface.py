@@ -8,24 +8,11 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import (
-    CALLS,
-    READ_ONLY,
-    Call,
-    Counted,
-    compiled,
-    fresh,
-    int32,
-    kvcache_call,
-    varlen_call,
-)
+from calls import CALLS, READ_ONLY, Call, Counted, compiled, fresh, int32, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, interface, reference
 from flash_attn_deterministic.errors import DtypeError
 
-DTYPES = [
-    pytest.param(torch.float16, id="fp16"),
-    pytest.param(torch.bfloat16, id="bf16"),
-]
+DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 
 EMPTY = inspect.Parameter.empty
@@ -51,10 +38,7 @@ UPSTREAM: dict[str, dict[str, Any]] = {
         "max_seqlen": EMPTY,
         **SCORES,
     },
-    "flash_attn_varlen_kvpacked_func": {
-        **dict.fromkeys(("q", "kv", *LENGTHS), EMPTY),
-        **SCORES,
-    },
+    "flash_attn_varlen_kvpacked_func": {**dict.fromkeys(("q", "kv", *LENGTHS), EMPTY), **SCORES},
     "flash_attn_varlen_func": {
         **dict.fromkeys(("q", "k", "v", *LENGTHS), EMPTY),
         **SCORES,

@@ -56,11 +56,7 @@ def test_results_and_gradients_are_those_of_padded_tensors(
         leaves = one.leaves()
         torch.manual_seed(5)
         with deterministic_mode(keep_residual=feature == "plain"):
-            out, softmax_lse, _ = one(
-                **leaves,
-                **{**FEATURES[feature], **one.lse()},
-                split_size=64,
-            )
+            out, softmax_lse, _ = one(**leaves, **{**FEATURES[feature], **one.lse()}, split_size=64)
         dout = padded(normal_like(out[..., :head_dim_v]), (0, out.shape[-1] - head_dim_v))
         dlse = normal_like(softmax_lse)
         gradients = torch.autograd.grad((out, softmax_lse), list(leaves.values()), (dout, dlse))

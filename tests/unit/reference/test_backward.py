@@ -10,11 +10,7 @@ import torch
 from attention_cases import Inputs, definition, drawn, make_inputs, normal_like
 from bits import all_equal
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.reference import (
-    Formats,
-    attention,
-    attention_backward,
-)
+from flash_attn_deterministic.reference import Formats, attention, attention_backward
 from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
 
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.3], [0.1, 0.2, 0.4, 0.8]])

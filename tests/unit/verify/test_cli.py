@@ -88,10 +88,7 @@ def test_a_run_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("section", "status", "result"),
-    [
-        ("contract", Exit.CONTRACT, "failed"),
-        ("accuracy", Exit.ACCURACY, "error"),
-    ],
+    [("contract", Exit.CONTRACT, "failed"), ("accuracy", Exit.ACCURACY, "error")],
 )
 def test_each_section_has_its_exit_status(
     stand_in: type[StandIn], section: str, status: Exit, result: str, tmp_path: Path

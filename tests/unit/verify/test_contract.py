@@ -323,11 +323,7 @@ def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_schedule(
-    path: Callable[..., str],
-    dense: Dense,
-    failed: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    path: Callable[..., str], dense: Dense, failed: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
