@@ -17,24 +17,18 @@ from flash_attn_build.wheel import archive, check, dist_info, sbom
 TAG, ARM_TAG = check.TAGS["EM_X86_64"], check.TAGS["EM_AARCH64"]
 INFO: Mapping[str, Any] = {
     "schema": 1,
-    "upstream": {
-        "name": "flash-attn",
-        "version": "2.8.3.post2",
-        "sha256": "d0" * 32,
-        "patches": [{"name": "0001-a.patch", "sha256": "a1" * 32}],
-    },
+    "upstream": {"name": "flash-attn", "version": "2.8.3.post2", "sha256": "d0" * 32,
+        "patches": [{"name": "0001-a.patch", "sha256": "a1" * 32}]},
     "cuda_toolkit": "13.0.88",
     "architectures": ["80-real", "90-real", "90a-real", "80-virtual"],
     "deterministic": True,
     "torch_target": "2.10",
     "tiles": {},
-    "instances": [
-        {"direction": "fwd", "dtype": "bf16", "head_dim": 64},
-        {"direction": "bwd", "dtype": "bf16", "head_dim": 64},
-    ],
+    "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64},
+        {"direction": "bwd", "dtype": "bf16", "head_dim": 64}],
     "sources": {"cpp": "5e" * 32},
     "bits_version": 1,
-}
+}  # fmt: skip
 GPU_CODE = ((2, 80), (1, 80), (2, 90))
 COMPONENTS = (
     sbom.Component("CUDA Runtime (static)", "13.0.96", "c0" * 32, b"eula"),

@@ -67,38 +67,24 @@ BAD_BACKWARD_CALLS: dict[str, tuple[str, Change]] = {
     "dout-other-shape": ("dout", lambda dout, **rest: {"dout": dout[:, 1:]}),
     "dout-rank-3": ("dout", lambda dout, **rest: {"dout": dout[0]}),
     "out-other-shape": ("out", lambda out, **rest: {"out": out[:, :, :2]}),
-    "lse-other-dtype": (
-        "softmax_lse",
-        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse.half()},
-    ),
-    "lse-transposed": (
-        "softmax_lse",
-        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse.transpose(1, 2)},
-    ),
-    "lse-other-shape": (
-        "softmax_lse",
-        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse[..., :3].contiguous()},
-    ),
+    "lse-other-dtype": ("softmax_lse", lambda softmax_lse,
+        **rest: {"softmax_lse": softmax_lse.half()}),
+    "lse-transposed": ("softmax_lse", lambda softmax_lse,
+        **rest: {"softmax_lse": softmax_lse.transpose(1, 2)}),
+    "lse-other-shape": ("softmax_lse", lambda softmax_lse,
+        **rest: {"softmax_lse": softmax_lse[..., :3].contiguous()}),
     "dropout-without-state": ("rng_state", lambda **rest: {"dropout_p": 0.1}),
-    "state-on-cpu": (
-        "rng_state",
-        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
-    ),
-    "state-of-one": (
-        "rng_state",
-        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.tensor([1], device="cuda")},
-    ),
-    "seeds-of-others": (
-        "rng_state",
-        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.zeros(3, 1).long().cuda()},
-    ),
-    "seeds-in-rows": (
-        "rng_state",
-        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.zeros(1, 2).long().cuda()},
-    ),
+    "state-on-cpu": ("rng_state", lambda **rest: {"dropout_p": 0.1,
+        "rng_state": torch.tensor([1, 2])}),
+    "state-of-one": ("rng_state", lambda **rest: {"dropout_p": 0.1,
+        "rng_state": torch.tensor([1], device="cuda")}),
+    "seeds-of-others": ("rng_state", lambda **rest: {"dropout_p": 0.1,
+        "rng_state": torch.zeros(3, 1).long().cuda()}),
+    "seeds-in-rows": ("rng_state", lambda **rest: {"dropout_p": 0.1,
+        "rng_state": torch.zeros(1, 2).long().cuda()}),
     "dropout-1": ("dropout_p", lambda **rest: {"dropout_p": 1.0}),
     "scale-zero": ("softmax_scale", lambda **rest: {"softmax_scale": 0.0}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_BACKWARD_CALLS)

@@ -50,38 +50,24 @@ SAME: list[tuple[Any, Any]] = [
     ({"softmax_scale": True}, {"softmax_scale": 1.0}),
     ({"softmax_scale": 2}, {"softmax_scale": 2.0}),
     # As in flash_attn 2.8.3, which takes a negative side for no window.
-    *(
-        (given, meant)
-        for wide in (1000, 2**31, 2**63, 10**30)
-        for given, meant in (
-            ({"causal": False, "window_size": (wide, wide)}, {"causal": False}),
-            ({"causal": False, "window_size": (-wide, 0)}, {"causal": True}),
-        )
-    ),
+    *((given, meant) for wide in (1000, 2**31, 2**63, 10**30) for given,
+        meant in (({"causal": False, "window_size": (wide, wide)}, {"causal": False}),
+        ({"causal": False, "window_size": (-wide, 0)}, {"causal": True}))),
     ({"causal": True, "window_size": (2, 7)}, {"causal": False, "window_size": (2, 0)}),
-    *(
-        ({"window_size": window}, {"window_size": (3, 0)})
-        for window in (
-            *([3, 0], torch.tensor([3, 0]), torch.tensor([3, 0], dtype=torch.int32)),
-            *(np.array([3, 0]), torch.Size([3, 0]), range(3, -1, -3), UserList([3, 0])),
-        )
-    ),
-    *(
-        (dict.fromkeys(FLAGS, yes), dict.fromkeys(FLAGS, True))
-        for yes in (1, 2, -1, np.bool_(True), torch.tensor(True), torch.tensor(2), np.array([True]))
-    ),
-    *(
-        ({n: real(x) for n, x in REAL.items()} | whole_numbers(whole), REAL | whole_numbers(int))
-        for real, whole in (
-            *((np.float32, np.int32), (np.float64, np.int64), (torch.tensor, torch.tensor)),
-            (lambda x: torch.tensor([x]), lambda x: np.array(x)),
-        )
-    ),
+    *(({"window_size": window}, {"window_size": (3, 0)}) for window in (*([3, 0],
+        torch.tensor([3, 0]), torch.tensor([3, 0], dtype=torch.int32)),
+        *(np.array([3, 0]), torch.Size([3, 0]), range(3, -1, -3), UserList([3, 0])))),
+    *((dict.fromkeys(FLAGS, yes), dict.fromkeys(FLAGS, True)) for yes in (1, 2, -1, np.bool_(True),
+        torch.tensor(True), torch.tensor(2), np.array([True]))),
+    *(({n: real(x) for n, x in REAL.items()} | whole_numbers(whole),
+        REAL | whole_numbers(int)) for real, whole in (*((np.float32, np.int32),
+        (np.float64, np.int64), (torch.tensor, torch.tensor)),
+        (lambda x: torch.tensor([x]), lambda x: np.array(x)))),
     ({"num_splits": 1}, {}),
     ({"num_splits": 7}, {}),
     ({"cache_seqlens": 7}, {"cache_seqlens": int32(7, 7)}),
     ({"cache_seqlens": np.int32(9)}, {"cache_seqlens": int32(9, 9)}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

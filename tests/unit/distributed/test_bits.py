@@ -35,38 +35,28 @@ CASES = {
     "padded-head-dim": Case(2, lengths_q=(40,), lengths_k=(40,), head_dim=20, dtype="fp16"),
     # A window within a rank, one over two borders.
     "narrow-window": Case(4, lengths_q=(400,), lengths_k=(400,), mask="window-causal", head_dim=8),
-    "wide-window": Case(
-        4, order="zigzag", lengths_q=(160,), lengths_k=(160,), mask="window", head_dim=8
-    ),
+    "wide-window": Case(4, order="zigzag", lengths_q=(160,), lengths_k=(160,), mask="window",
+        head_dim=8),
     # One sequence over all ranks and parts of others; sequences that end at a border; tokens of
     # no sequence.
     "packed-over-all": Case(4, lengths_q=(5, 70, 5), lengths_k=(5, 70, 5), **PACKED),
     "packed-at-borders": Case(4, lengths_q=(20, 20, 40), lengths_k=(20, 20, 40), **PACKED),
     "packed-unlike": Case(2, lengths_q=(3, 0, 31), lengths_k=(40, 8, 2), mask="full", **PACKED),
     "packed-3": Case(3, lengths_q=(5, 64, 3), lengths_k=(5, 64, 3), **PACKED),
-    "packed-window": Case(
-        3, lengths_q=(100, 1, 199), lengths_k=(100, 1, 199), mask="window", **PACKED
-    ),
+    "packed-window": Case(3, lengths_q=(100, 1, 199), lengths_k=(100, 1, 199), mask="window",
+        **PACKED),
     # Heads divided over all ranks and over some; sequences of which each comes to one rank.
     "heads": Case(4, degree=4, lengths_q=(40,), lengths_k=(40,), nheads=8, nheads_k=4),
     "both": Case(4, degree=2, order="zigzag", lengths_q=(144,) * 2, lengths_k=(144,) * 2),
     "both-one": Case(4, degree=2, order="zigzag", lengths_q=(144,), lengths_k=(144,)),
     "both-packed": Case(4, degree=2, lengths_q=(9, 71), lengths_k=(9, 71), **PACKED),
     "whole-sequences": Case(4, degree=1, lengths_q=(40,) * 8, lengths_k=(40,) * 8, head_dim=8),
-    "whole-and-cut": Case(
-        2,
-        degree=1,
-        order="zigzag",
-        mask="window-causal",
-        lengths_q=(400, *(8,) * 30),
-        lengths_k=(400, *(8,) * 30),
-        **PACKED,
-    ),
+    "whole-and-cut": Case(2, degree=1, order="zigzag", mask="window-causal",
+        lengths_q=(400, *(8,) * 30), lengths_k=(400, *(8,) * 30), **PACKED),
     "one-head-a-step": Case(2, heads_k=1, lengths_q=(80,), lengths_k=(80,), nheads=8, nheads_k=4),
-    "three-of-four": Case(
-        2, degree=1, heads_k=3, lengths_q=(80,), lengths_k=(80,), nheads=8, nheads_k=4
-    ),
-}
+    "three-of-four": Case(2, degree=1, heads_k=3, lengths_q=(80,), lengths_k=(80,), nheads=8,
+        nheads_k=4),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

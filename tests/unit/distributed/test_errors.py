@@ -86,19 +86,13 @@ def test_a_gradient_on_one_rank(pool: Pool) -> None:
 
 _SINK: dict[str, Any] = {"learnable_sink": torch.ones(4)}
 SINKS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "gradient": (
-        [dense(learnable_sink=torch.ones(4).requires_grad_())],
-        "UnsupportedError: learnable_sink: expected one that requires no gradient",
-    ),
-    "rows": (
-        [{**dense(), **_SINK, "q": dense(16)["q"], "causal": True}],
-        "UnsupportedError: learnable_sink: expected None on several ranks where rows",
-    ),
-    "one rank": (
-        [dense(**_SINK), dense()],
-        "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1",
-    ),
-}
+    "gradient": ([dense(learnable_sink=torch.ones(4).requires_grad_())],
+        "UnsupportedError: learnable_sink: expected one that requires no gradient"),
+    "rows": ([{**dense(), **_SINK, "q": dense(16)["q"], "causal": True}],
+        "UnsupportedError: learnable_sink: expected None on several ranks where rows"),
+    "one rank": ([dense(**_SINK), dense()],
+        "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("calls", "part"), SINKS.values(), ids=SINKS)
@@ -167,25 +161,15 @@ def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> N
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("starts", "order", "part"),
-    [
-        pytest.param(
-            [0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]", id="falling"
-        ),
-        pytest.param([1, 16], "contiguous", "expected a 0, then", id="first"),
-        pytest.param(
-            [0, 17],
-            "contiguous",
-            "expected at most 16 tokens, 8 on each of 2 ranks, got 17",
-            id="beyond",
-        ),
-        pytest.param(
-            [0, 6, 16], "zigzag", "expected 10 tokens on each of 2 ranks", id="zigzag-length"
-        ),
-        pytest.param([0, 12], "zigzag", "expected 6 tokens on each", id="zigzag-total"),
-    ],
-)
+@pytest.mark.parametrize(("starts", "order", "part"), [
+    pytest.param([0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]",
+        id="falling"),
+    pytest.param([1, 16], "contiguous", "expected a 0, then", id="first"),
+    pytest.param([0, 17], "contiguous", "expected at most 16 tokens, 8 on each of 2 ranks, got 17",
+        id="beyond"),
+    pytest.param([0, 6, 16], "zigzag", "expected 10 tokens on each of 2 ranks", id="zigzag-length"),
+    pytest.param([0, 12], "zigzag", "expected 6 tokens on each", id="zigzag-total"),
+])  # fmt: skip
 def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
     for message in pool.run(ranks.raised, "flash_attn_varlen_func", varlen(starts, order=order)):
         assert message.startswith("ArgumentError: cu_seqlens_q: ")
@@ -440,20 +424,15 @@ def test_residual_for_a_backward(leaf: int) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param({"tensor": [1.0]}, "tensor: expected a torch.Tensor, got list", id="list"),
-        pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
-        pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
-        pytest.param(
-            {"order": torch.zeros(2)}, r"order: expected a str, got torch\.Tensor$", id="order"
-        ),
-        pytest.param(
-            {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    pytest.param({"tensor": [1.0]}, "tensor: expected a torch.Tensor, got list", id="list"),
+    pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
+    pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
+    pytest.param({"order": torch.zeros(2)}, r"order: expected a str, got torch\.Tensor$",
+        id="order"),
+    pytest.param({"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list",
+        id="lengths"),
+])  # fmt: skip
 def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(package.FlashAttnError, match=message):
         distributed.shard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})

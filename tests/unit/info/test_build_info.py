@@ -11,24 +11,18 @@ from flash_attn_deterministic.errors import BuildInfoError
 
 RECORD: dict[str, Any] = {
     "schema": 1,
-    "upstream": {
-        "name": "flash-attn",
-        "version": "2.8.3.post2",
-        "sha256": "aa",
-        "patches": [{"name": "0001-x.patch", "sha256": "bb"}],
-    },
+    "upstream": {"name": "flash-attn", "version": "2.8.3.post2", "sha256": "aa",
+        "patches": [{"name": "0001-x.patch", "sha256": "bb"}]},
     "cuda_toolkit": "13.0.88",
     "architectures": ["80-real", "90-virtual"],
     "deterministic": True,
     "torch_target": "2.10",
-    "tiles": {
-        "128": {"block_m": 128, "block_n": 64, "warps": 4},
-        "64": {"block_m": 128, "block_n": 128, "warps": 4},
-    },
+    "tiles": {"128": {"block_m": 128, "block_n": 64, "warps": 4},
+        "64": {"block_m": 128, "block_n": 128, "warps": 4}},
     "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64}],
     "sources": {"cpp": "cc"},
     "bits_version": 3,
-}
+}  # fmt: skip
 
 
 def test_parse_types_every_field() -> None:

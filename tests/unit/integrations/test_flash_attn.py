@@ -18,21 +18,15 @@ SCORES = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_si
 # The parameters of flash_attn 2.8.3, in its order.
 UPSTREAM = {
     "_flash_attn_forward": ("q", "k", "v", *SCORES, "softcap", "alibi_slopes", "return_softmax"),
-    "_flash_attn_varlen_forward": (
-        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *SCORES),
-        *("softcap", "alibi_slopes", "return_softmax", "block_table", "leftpad_k", "seqused_k"),
-        "zero_tensors",
-    ),
-    "_flash_attn_backward": (
-        *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *SCORES, "softcap"),
-        *("alibi_slopes", "deterministic", "rng_state"),
-    ),
-    "_flash_attn_varlen_backward": (
-        *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *SCORES, "softcap"),
-        *("alibi_slopes", "deterministic", "rng_state", "zero_tensors"),
-    ),
-}
+    "_flash_attn_varlen_forward": (*("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+        "max_seqlen_k", *SCORES), *("softcap", "alibi_slopes", "return_softmax", "block_table",
+        "leftpad_k", "seqused_k"), "zero_tensors"),
+    "_flash_attn_backward": (*("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv",
+        *SCORES, "softcap"), *("alibi_slopes", "deterministic", "rng_state")),
+    "_flash_attn_varlen_backward": (*("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk",
+        "dv"), *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *SCORES,
+        "softcap"), *("alibi_slopes", "deterministic", "rng_state", "zero_tensors")),
+}  # fmt: skip
 
 
 def dense_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,31 +182,20 @@ def test_wrong_arguments_of_a_forward_are_refused_as_in_other_calls(
         interface._flash_attn_varlen_forward(**{**arguments, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"dout": None}, "dout: expected a torch.Tensor, got NoneType", id="dout"),
-        pytest.param({"dout": normal(2, 8, 4, 32)}, "dout: expected a tensor like q", id="rows"),
-        pytest.param(
-            {"out": normal(2, 9, 4, 32).float()}, "out: expected a tensor like q", id="out"
-        ),
-        pytest.param(
-            {"softmax_lse": torch.ones(2, 4, 8)},
-            r"softmax_lse: expected torch.float32 \(2, 4, 9\) .* \(2, 4, 8\)",
-            id="lse",
-        ),
-        pytest.param({"dropout_p": 1.5}, "dropout_p: expected a probability", id="probability"),
-        pytest.param({"dropout_p": 0.5}, "rng_state: expected the tensor", id="no-seed"),
-        pytest.param(
-            {"dropout_p": 0.5, "rng_state": torch.ones(2)},
-            r"rng_state: expected torch.int64 \(2,\)",
-            id="seed",
-        ),
-        pytest.param({"dq": [1.0]}, "dq: expected a torch.Tensor, got list", id="dq"),
-        pytest.param({"deterministic": "yes"}, "deterministic: expected a bool", id="flag"),
-        pytest.param({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape", id="slopes"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    pytest.param({"dout": None}, "dout: expected a torch.Tensor, got NoneType", id="dout"),
+    pytest.param({"dout": normal(2, 8, 4, 32)}, "dout: expected a tensor like q", id="rows"),
+    pytest.param({"out": normal(2, 9, 4, 32).float()}, "out: expected a tensor like q", id="out"),
+    pytest.param({"softmax_lse": torch.ones(2, 4, 8)},
+        r"softmax_lse: expected torch.float32 \(2, 4, 9\) .* \(2, 4, 8\)", id="lse"),
+    pytest.param({"dropout_p": 1.5}, "dropout_p: expected a probability", id="probability"),
+    pytest.param({"dropout_p": 0.5}, "rng_state: expected the tensor", id="no-seed"),
+    pytest.param({"dropout_p": 0.5, "rng_state": torch.ones(2)},
+        r"rng_state: expected torch.int64 \(2,\)", id="seed"),
+    pytest.param({"dq": [1.0]}, "dq: expected a torch.Tensor, got list", id="dq"),
+    pytest.param({"deterministic": "yes"}, "deterministic: expected a bool", id="flag"),
+    pytest.param({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape", id="slopes"),
+])  # fmt: skip
 def test_wrong_arguments_of_a_backward(changes: dict[str, Any], message: str) -> None:
     q, k, v, dout = (t.detach() for t in dense_inputs())
     settings = (0.0, SCALE, False, -1, -1, 0.0, None)

@@ -151,23 +151,17 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "other dtypes": ({"v_cache": torch.bfloat16}, DtypeError, "v_cache: expected torch.float8"),
     "values alone": ({"k_cache": torch.bfloat16}, DtypeError, "v_cache: expected torch.bfloat16"),
     "e5m2": ({"k_cache": torch.float8_e5m2}, DtypeError, "k_cache: expected torch.bfloat16"),
-    "append": (
-        {"k": (2, 1, NHEADS_K, 40), "v": (2, 1, NHEADS_K, 24)},
-        *(UnsupportedError, "k: expected None with a cache in torch.float8_e4m3fn"),
-    ),
-    "shape": (
-        {"k_descale": torch.ones(2, 3)},
-        *(ArgumentError, "k_descale: expected shape (batch, nheads_k) = (2, 2), (nheads_k,) or ()"),
-    ),
-    "scale's dtype": (
-        {"v_descale": torch.ones(2, dtype=torch.float64)},
-        *(DtypeError, "v_descale: expected dtype torch.float32, got torch.float64"),
-    ),
+    "append": ({"k": (2, 1, NHEADS_K, 40), "v": (2, 1, NHEADS_K, 24)},
+        *(UnsupportedError, "k: expected None with a cache in torch.float8_e4m3fn")),
+    "shape": ({"k_descale": torch.ones(2, 3)}, *(ArgumentError,
+        "k_descale: expected shape (batch, nheads_k) = (2, 2), (nheads_k,) or ()")),
+    "scale's dtype": ({"v_descale": torch.ones(2, dtype=torch.float64)},
+        *(DtypeError, "v_descale: expected dtype torch.float32, got torch.float64")),
     "scale's type": ({"v_descale": "1"}, ArgumentTypeError, "v_descale: expected a float, a torch"),
     "too large": ({"k_descale": 1e39}, ArgumentError, "k_descale: expected a finite number of"),
     "an int too large": ({"v_descale": 10**400}, ArgumentError, "v_descale: expected a finite"),
     "no number": ({"k_descale": float("nan")}, ArgumentError, "k_descale: expected a finite"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -32,31 +32,17 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     "flash_attn_qkvpacked_func": {"qkv": EMPTY, **SCORES},
     "flash_attn_kvpacked_func": {"q": EMPTY, "kv": EMPTY, **SCORES},
     "flash_attn_func": {"q": EMPTY, "k": EMPTY, "v": EMPTY, **SCORES},
-    "flash_attn_varlen_qkvpacked_func": {
-        "qkv": EMPTY,
-        "cu_seqlens": EMPTY,
-        "max_seqlen": EMPTY,
-        **SCORES,
-    },
+    "flash_attn_varlen_qkvpacked_func": {"qkv": EMPTY, "cu_seqlens": EMPTY, "max_seqlen": EMPTY,
+        **SCORES},
     "flash_attn_varlen_kvpacked_func": {**dict.fromkeys(("q", "kv", *LENGTHS), EMPTY), **SCORES},
-    "flash_attn_varlen_func": {
-        **dict.fromkeys(("q", "k", "v", *LENGTHS), EMPTY),
-        **SCORES,
-        "block_table": None,
-    },
-    "flash_attn_with_kvcache": {
-        **dict.fromkeys(("q", "k_cache", "v_cache"), EMPTY),
+    "flash_attn_varlen_func": {**dict.fromkeys(("q", "k", "v", *LENGTHS), EMPTY), **SCORES,
+        "block_table": None},
+    "flash_attn_with_kvcache": {**dict.fromkeys(("q", "k_cache", "v_cache"), EMPTY),
         **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"), None),
         **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale"), None),
-        "causal": False,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "rotary_interleaved": True,
-        "alibi_slopes": None,
-        "num_splits": 0,
-        "return_softmax_lse": False,
-    },
-}
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True,
+        "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
+}  # fmt: skip
 OURS = {
     "flash_attn_func": ["split_size", "learnable_sink", "return_max_logits", "dropout_seeds"],
     "flash_attn_varlen_func": [
@@ -210,27 +196,16 @@ def test_errors_keep_their_type_under_compile() -> None:
 CACHE = "flash_attn_with_kvcache"
 
 
-@pytest.mark.parametrize(
-    ("name", "head_dim", "options"),
-    [
-        pytest.param(
-            "flash_attn_varlen_func",
-            32,
-            {"seqused_k": int32(4, 2, 9), "leftpad_k": int32(1, 0, 3), "split_size": 64},
-            id="varlen",
-        ),
-        pytest.param(CACHE, 32, {}, id="aligned"),
-        pytest.param(CACHE, 20, {}, id="padded"),
-        pytest.param(CACHE, 32, {"cache_seqlens": 7}, id="int-length"),
-        pytest.param(
-            CACHE,
-            32,
-            {"cache_leftpad": int32(1, 2), "rotary_interleaved": False, "num_splits": 3},
-            id="leftpad",
-        ),
-        pytest.param(CACHE, 32, {"cache_batch_idx": int32(1, 0)}, id="cache-batch-idx"),
-    ],
-)
+@pytest.mark.parametrize(("name", "head_dim", "options"), [
+    pytest.param("flash_attn_varlen_func", 32, {"seqused_k": int32(4, 2, 9),
+        "leftpad_k": int32(1, 0, 3), "split_size": 64}, id="varlen"),
+    pytest.param(CACHE, 32, {}, id="aligned"),
+    pytest.param(CACHE, 20, {}, id="padded"),
+    pytest.param(CACHE, 32, {"cache_seqlens": 7}, id="int-length"),
+    pytest.param(CACHE, 32, {"cache_leftpad": int32(1, 2), "rotary_interleaved": False,
+        "num_splits": 3}, id="leftpad"),
+    pytest.param(CACHE, 32, {"cache_batch_idx": int32(1, 0)}, id="cache-batch-idx"),
+])  # fmt: skip
 def test_calls_without_a_backward_compile(
     name: str, head_dim: int, options: dict[str, Any]
 ) -> None:

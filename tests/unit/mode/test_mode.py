@@ -252,29 +252,16 @@ def test_exit_without_enter() -> None:
 
 
 @pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        pytest.param(
-            {"split_size": 100},
-            ArgumentError,
-            r"split_size: expected a multiple of 64.* got 100; the nearest valid: 64 and 128",
-            id="between",
-        ),
-        pytest.param(
-            {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="float"
-        ),
-        pytest.param(
-            {"enabled": 512}, ArgumentTypeError, "enabled: expected a bool, got int", id="enabled"
-        ),
-        pytest.param(
-            {"keep_residual": 1},
-            ArgumentTypeError,
-            "keep_residual: expected a bool, or None for the mode's, got int",
-            id="keep_residual",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    pytest.param({"split_size": 100}, ArgumentError,
+        r"split_size: expected a multiple of 64.* got 100; the nearest valid: 64 and 128",
+        id="between"),
+    pytest.param({"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="float"),
+    pytest.param({"enabled": 512}, ArgumentTypeError, "enabled: expected a bool, got int",
+        id="enabled"),
+    pytest.param({"keep_residual": 1}, ArgumentTypeError,
+        "keep_residual: expected a bool, or None for the mode's, got int", id="keep_residual"),
+])  # fmt: skip
 def test_wrong_arguments(
     use: Any, arguments: dict[str, Any], error: type[FlashAttnError], message: str
 ) -> None:
@@ -294,60 +281,36 @@ def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.Monke
 # --- Environment --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param({}, Mode(True, 2048), id="none"),
-        pytest.param(
-            {"FA2_DETERMINISTIC": "", "FA2_SPLIT_SIZE": " "}, Mode(True, 2048), id="empty"
-        ),
-        pytest.param({"FA2_DETERMINISTIC": "0"}, Mode(False, 2048), id="off"),
-        pytest.param({"FLASH_ATTENTION_DETERMINISTIC": "0"}, Mode(False, 2048), id="new-off"),
-        pytest.param({"FLASH_ATTENTION_SPLIT_SIZE": "64"}, Mode(True, 64), id="new-split"),
-        pytest.param(
-            {"FLASH_ATTENTION_SPLIT_SIZE": "64", "FA2_SPLIT_SIZE": "128"}, Mode(True, 64), id="two"
-        ),
-        pytest.param({"FA2_DETERMINISTIC": "True"}, Mode(True, 2048), id="true"),
-        pytest.param({"FA2_SPLIT_SIZE": "0"}, Mode(True, 0), id="one-split"),
-        pytest.param(
-            {"FA2_DETERMINISTIC": "no", "FA2_SPLIT_SIZE": "512"}, Mode(False, 512), id="both"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), [
+    pytest.param({}, Mode(True, 2048), id="none"),
+    pytest.param({"FA2_DETERMINISTIC": "", "FA2_SPLIT_SIZE": " "}, Mode(True, 2048), id="empty"),
+    pytest.param({"FA2_DETERMINISTIC": "0"}, Mode(False, 2048), id="off"),
+    pytest.param({"FLASH_ATTENTION_DETERMINISTIC": "0"}, Mode(False, 2048), id="new-off"),
+    pytest.param({"FLASH_ATTENTION_SPLIT_SIZE": "64"}, Mode(True, 64), id="new-split"),
+    pytest.param({"FLASH_ATTENTION_SPLIT_SIZE": "64", "FA2_SPLIT_SIZE": "128"}, Mode(True, 64),
+        id="two"),
+    pytest.param({"FA2_DETERMINISTIC": "True"}, Mode(True, 2048), id="true"),
+    pytest.param({"FA2_SPLIT_SIZE": "0"}, Mode(True, 0), id="one-split"),
+    pytest.param({"FA2_DETERMINISTIC": "no", "FA2_SPLIT_SIZE": "512"}, Mode(False, 512), id="both"),
+])  # fmt: skip
 def test_environment(environ: dict[str, str], expected: Mode) -> None:
     assert current._read_environment(environ, True) == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        pytest.param(
-            {"FA2_DETERMINISTIC": "maybe"}, "FA2_DETERMINISTIC: expected .* got 'maybe'", id="flag"
-        ),
-        pytest.param({"FA2_SPLIT_SIZE": "big"}, "FA2_SPLIT_SIZE: .* got 'big'", id="no-number"),
-        pytest.param(
-            {"FA2_SPLIT_SIZE": "536870976"},
-            r"FA2_SPLIT_SIZE: expected .* up to 2\*\*29, .* got 536870976",
-            id="too-large",
-        ),
-        pytest.param({"FA2_SPLIT_SIZE": "6_4"}, "FA2_SPLIT_SIZE: .* got '6_4'", id="underscore"),
-        pytest.param(
-            {"FA2_SPLIT_SIZE": "100"},
-            "FA2_SPLIT_SIZE: .* got 100; the nearest valid: 64 and 128",
-            id="no-multiple",
-        ),
-        pytest.param(
-            {"FA2_SPLIT_SIZE": "1" * 5000},
-            r"FA2_SPLIT_SIZE: .* got '1+\.\.\.1+';",
-            id="5000-digits",
-        ),
-        pytest.param(
-            {"FLASH_ATTENTION_FAMILY": "hopper"},
-            "FLASH_ATTENTION_FAMILY: expected sm80 or sm90, got 'hopper'",
-            id="family",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environ", "message"), [
+    pytest.param({"FA2_DETERMINISTIC": "maybe"}, "FA2_DETERMINISTIC: expected .* got 'maybe'",
+        id="flag"),
+    pytest.param({"FA2_SPLIT_SIZE": "big"}, "FA2_SPLIT_SIZE: .* got 'big'", id="no-number"),
+    pytest.param({"FA2_SPLIT_SIZE": "536870976"},
+        r"FA2_SPLIT_SIZE: expected .* up to 2\*\*29, .* got 536870976", id="too-large"),
+    pytest.param({"FA2_SPLIT_SIZE": "6_4"}, "FA2_SPLIT_SIZE: .* got '6_4'", id="underscore"),
+    pytest.param({"FA2_SPLIT_SIZE": "100"},
+        "FA2_SPLIT_SIZE: .* got 100; the nearest valid: 64 and 128", id="no-multiple"),
+    pytest.param({"FA2_SPLIT_SIZE": "1" * 5000}, r"FA2_SPLIT_SIZE: .* got '1+\.\.\.1+';",
+        id="5000-digits"),
+    pytest.param({"FLASH_ATTENTION_FAMILY": "hopper"},
+        "FLASH_ATTENTION_FAMILY: expected sm80 or sm90, got 'hopper'", id="family"),
+])  # fmt: skip
 def test_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         current._read_environment(environ, True)

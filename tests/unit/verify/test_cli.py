@@ -239,25 +239,16 @@ def found(problem: str = "", matches: bool | None = None, source: bool = False) 
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize(
-    ("installation", "words", "status", "message"),
-    [
-        pytest.param(
-            found(source=True), "", Exit.ENVIRONMENT, "runs from a source tree", id="source-tree"
-        ),
-        pytest.param(found(source=True), "--allow-source", Exit.PASSED, "", id="of-a-developer"),
-        pytest.param(
-            found("a.so: not the bytes of the wheel", matches=False),
-            "--wheel a.whl",
-            Exit.ENVIRONMENT,
-            "a.so: not the bytes of the wheel; install it with pip",
-            id="another-wheel",
-        ),
-        pytest.param(
-            found("a.py: differs from RECORD"), "", Exit.ENVIRONMENT, "a.py: differs", id="changed"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("installation", "words", "status", "message"), [
+    pytest.param(found(source=True), "", Exit.ENVIRONMENT, "runs from a source tree",
+        id="source-tree"),
+    pytest.param(found(source=True), "--allow-source", Exit.PASSED, "", id="of-a-developer"),
+    pytest.param(found("a.so: not the bytes of the wheel", matches=False), "--wheel a.whl",
+        Exit.ENVIRONMENT, "a.so: not the bytes of the wheel; install it with pip",
+        id="another-wheel"),
+    pytest.param(found("a.py: differs from RECORD"), "", Exit.ENVIRONMENT, "a.py: differs",
+        id="changed"),
+])  # fmt: skip
 def test_what_is_installed_decides(
     installation: Installed,
     words: str,

@@ -308,20 +308,12 @@ def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
     return "parts" if q.shape[0] == 1 else "one-cta"
 
 
-@pytest.mark.parametrize(
-    ("path", "dense", "failed", "words"),
-    [
-        pytest.param(by_rows, flash_attn_func, 0, "", id="agree"),
-        pytest.param(by_rows, BY_BATCH.dense, 1, "against the same alone", id="differ"),
-        pytest.param(
-            lambda *args, **kwargs: "one-cta",
-            flash_attn_func,
-            1,
-            "did not take the two paths",
-            id="one-path",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "dense", "failed", "words"), [
+    pytest.param(by_rows, flash_attn_func, 0, "", id="agree"),
+    pytest.param(by_rows, BY_BATCH.dense, 1, "against the same alone", id="differ"),
+    pytest.param(lambda *args, **kwargs: "one-cta", flash_attn_func, 1,
+        "did not take the two paths", id="one-path"),
+])  # fmt: skip
 def test_schedule(
     path: Callable[..., str], dense: Dense, failed: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,31 +325,16 @@ def test_schedule(
     assert words in found[1]
 
 
-@pytest.mark.parametrize(
-    ("functions", "failed", "words"),
-    [
-        pytest.param({}, 0, "", id="agree"),
-        pytest.param({"dense": other_bits("sm90")}, 1, "dense: sm90 against sm80: out", id="dense"),
-        pytest.param(
-            {"dense": other_bits("sm90,path=parts")},
-            1,
-            "dense: parts of sm90 against sm80: out",
-            id="parts",
-        ),
-        pytest.param(
-            {"kvcache": other_bits("sm90", flash_attn_with_kvcache)},
-            1,
-            "over a cache: sm90 against sm80: out",
-            id="cache",
-        ),
-        pytest.param(
-            {"plan": lambda *args, **kwargs: SimpleNamespace(family="sm80")},
-            1,
-            "ran kernels of sm80 and sm80, expected one of each",
-            id="one-family",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("functions", "failed", "words"), [
+    pytest.param({}, 0, "", id="agree"),
+    pytest.param({"dense": other_bits("sm90")}, 1, "dense: sm90 against sm80: out", id="dense"),
+    pytest.param({"dense": other_bits("sm90,path=parts")}, 1,
+        "dense: parts of sm90 against sm80: out", id="parts"),
+    pytest.param({"kvcache": other_bits("sm90", flash_attn_with_kvcache)}, 1,
+        "over a cache: sm90 against sm80: out", id="cache"),
+    pytest.param({"plan": lambda *args, **kwargs: SimpleNamespace(family="sm80")}, 1,
+        "ran kernels of sm80 and sm80, expected one of each", id="one-family"),
+])  # fmt: skip
 def test_family(functions: dict[str, Callable[..., Any]], failed: int, words: str) -> None:
     attention = broken(**{"plan": forced, **functions})
     found = run_one("family", 70, attention, features=("full", "alibi"), seqlen=130)

@@ -156,50 +156,31 @@ def row(text: str, words: str) -> Callable[[Path], str]:
     return put
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        pytest.param(
-            cached(
-                py_compile.PycInvalidationMode.UNCHECKED_HASH,
-                bytes,
-                "cached code that Python uses whatever its source says",
-            ),
-            id="pyc-unchecked-hash",
-        ),
-        pytest.param(
-            cached(py_compile.PycInvalidationMode.CHECKED_HASH, other_code, OTHER),
-            id="pyc-checked-hash",
-        ),
-        pytest.param(cached(TIMESTAMP, other_code, OTHER), id="pyc-same-time"),
-        pytest.param(cached(TIMESTAMP, other_flags, OTHER), id="pyc-flags"),
-        pytest.param(cached(TIMESTAMP, lambda data: data[:20], "cannot be read"), id="pyc-cut-off"),
-        pytest.param(link("verify/installed", "../../../elsewhere"), id="link-to-folder"),
-        pytest.param(link("__pycache__", "../../elsewhere"), id="link-for-cache"),
-        pytest.param(link("other.py", "__init__.py"), id="link-to-file"),
-        pytest.param(file_in_cache("evil.py"), id="cache-py"),
-        pytest.param(file_in_cache("__init__.cpython-311.py"), id="cache-py-of-module"),
-        pytest.param(file_in_cache("evil.cpython-311.pyc"), id="cache-of-no-module"),
-        pytest.param(
-            row(f"{PACKAGE}/__init__.py,shake_128=,0\n", "hash in RECORD is unreadable"),
-            id="record-shake",
-        ),
-        pytest.param(
-            row(f"{PACKAGE}/__init__.py,,0,4,5\n", "RECORD: a row is malformed"), id="record-fields"
-        ),
-        pytest.param(
-            row(f"{PACKAGE}/__init__.py,,many\n", "RECORD: a row is malformed"), id="record-size"
-        ),
-        pytest.param(
-            row(f"{PACKAGE}/other.py,sha256=AA,-1\n", "RECORD: a row is malformed"),
-            id="record-negative-size",
-        ),
-        pytest.param(
-            row(f"{PACKAGE}/__init__.py,sha256=AA,1\n", "differs from the installation's RECORD"),
-            id="record-twice",
-        ),
-    ],
-)
+@pytest.mark.parametrize("plant", [
+    pytest.param(cached(py_compile.PycInvalidationMode.UNCHECKED_HASH, bytes,
+        "cached code that Python uses whatever its source says"), id="pyc-unchecked-hash"),
+    pytest.param(cached(py_compile.PycInvalidationMode.CHECKED_HASH, other_code, OTHER),
+        id="pyc-checked-hash"),
+    pytest.param(cached(TIMESTAMP, other_code, OTHER), id="pyc-same-time"),
+    pytest.param(cached(TIMESTAMP, other_flags, OTHER), id="pyc-flags"),
+    pytest.param(cached(TIMESTAMP, lambda data: data[:20], "cannot be read"), id="pyc-cut-off"),
+    pytest.param(link("verify/installed", "../../../elsewhere"), id="link-to-folder"),
+    pytest.param(link("__pycache__", "../../elsewhere"), id="link-for-cache"),
+    pytest.param(link("other.py", "__init__.py"), id="link-to-file"),
+    pytest.param(file_in_cache("evil.py"), id="cache-py"),
+    pytest.param(file_in_cache("__init__.cpython-311.py"), id="cache-py-of-module"),
+    pytest.param(file_in_cache("evil.cpython-311.pyc"), id="cache-of-no-module"),
+    pytest.param(row(f"{PACKAGE}/__init__.py,shake_128=,0\n", "hash in RECORD is unreadable"),
+        id="record-shake"),
+    pytest.param(row(f"{PACKAGE}/__init__.py,,0,4,5\n", "RECORD: a row is malformed"),
+        id="record-fields"),
+    pytest.param(row(f"{PACKAGE}/__init__.py,,many\n", "RECORD: a row is malformed"),
+        id="record-size"),
+    pytest.param(row(f"{PACKAGE}/other.py,sha256=AA,-1\n", "RECORD: a row is malformed"),
+        id="record-negative-size"),
+    pytest.param(row(f"{PACKAGE}/__init__.py,sha256=AA,1\n",
+        "differs from the installation's RECORD"), id="record-twice"),
+])  # fmt: skip
 def test_what_is_planted_is_a_problem(
     plant: Callable[[Path], str], site: Path, tmp_path: Path
 ) -> None:
@@ -271,24 +252,17 @@ def changed_lzma(folder: Path) -> Path:
     return changed(path, data + 12, b"\xff" * 8)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        pytest.param(
-            lambda folder: folder / "missing.whl",
-            r"ends in \.whl, got .*missing\.whl",
-            id="missing",
-        ),
-        pytest.param(text_named("notes.txt"), "expected a file that ends in .whl", id="name"),
-        pytest.param(
-            text_named("broken.whl"), "broken.whl is damaged, or not a wheel", id="no-archive"
-        ),
-        pytest.param(of_another_project, "is a wheel of other-deterministic", id="other"),
-        pytest.param(without_metadata, "is a wheel of nothing known", id="no-metadata"),
-        pytest.param(damaged, f"is damaged at {PACKAGE}/_C.so", id="damaged"),
-        pytest.param(changed_lzma, "is damaged, or not a wheel .*Corrupt", id="lzma"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    pytest.param(lambda folder: folder / "missing.whl", r"ends in \.whl, got .*missing\.whl",
+        id="missing"),
+    pytest.param(text_named("notes.txt"), "expected a file that ends in .whl", id="name"),
+    pytest.param(text_named("broken.whl"), "broken.whl is damaged, or not a wheel",
+        id="no-archive"),
+    pytest.param(of_another_project, "is a wheel of other-deterministic", id="other"),
+    pytest.param(without_metadata, "is a wheel of nothing known", id="no-metadata"),
+    pytest.param(damaged, f"is damaged at {PACKAGE}/_C.so", id="damaged"),
+    pytest.param(changed_lzma, "is damaged, or not a wheel .*Corrupt", id="lzma"),
+])  # fmt: skip
 def test_what_is_no_wheel_of_ours(make: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=words):
         read_wheel(make(tmp_path))  # type: ignore[operator]

@@ -260,17 +260,12 @@ def test_equal_answers_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert check.run(arguments) == Exit.PASSED
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        pytest.param(["--vllm", "m", "--wheel", "w"], "--wheel: cannot be combined", id="wheel"),
-        pytest.param(["--vllm-options", "{}"], "--vllm-options: expected together", id="alone"),
-        pytest.param(
-            ["--vllm", "m", "--vllm-options", "x"], "expected a JSON object", id="no-json"
-        ),
-        pytest.param(["--vllm", "m", "--vllm-options", "3"], "a JSON object, got '3'", id="number"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    pytest.param(["--vllm", "m", "--wheel", "w"], "--wheel: cannot be combined", id="wheel"),
+    pytest.param(["--vllm-options", "{}"], "--vllm-options: expected together", id="alone"),
+    pytest.param(["--vllm", "m", "--vllm-options", "x"], "expected a JSON object", id="no-json"),
+    pytest.param(["--vllm", "m", "--vllm-options", "3"], "a JSON object, got '3'", id="number"),
+])  # fmt: skip
 def test_wrong_options_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
