@@ -74,13 +74,6 @@ def test_each_function_can_be_explained(name: str) -> None:
     assert by_name.split_size == 2048
 
 
-def test_split_size_of_the_call_and_of_the_mode() -> None:
-    q, k = normal(1, 2, NHEADS, 32), normal(1, 1000, NHEADS_K, 32)
-    assert explain(flash_attn_func, q, k, k, split_size=64).num_splits == 16
-    with deterministic_mode(split_size=128):
-        assert explain(flash_attn_func, q, k, k).num_splits == 8
-
-
 @pytest.mark.parametrize(
     ("table", "tokens"), [pytest.param(None, 20, id="contiguous"), pytest.param(6, 96, id="paged")]
 )

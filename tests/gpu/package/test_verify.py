@@ -16,10 +16,8 @@ import torch
 from flash_attn_deterministic import deterministic_mode, flash_attn_func
 from flash_attn_deterministic.verify import accuracy, speed, tasks
 from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
-from flash_attn_deterministic.verify.contract.call import Call, draw, part
 from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.outcome import Exit
-from flash_attn_deterministic.verify.shared.bits import difference
 from flash_attn_deterministic.verify.supervisor import Supervisor
 
 from tests.drawn import draw_case
@@ -68,26 +66,6 @@ def test_the_checks_fail_what_is_schedule_dependent(check_id: str) -> None:
     size = dataclasses.replace(size_of("cuda", quick=True), configs=(config,))
     attention = dataclasses.replace(Attention.installed(), dense=schedule_dependent)
     assert run_check(BY_ID[check_id], size, attention).failed > 0
-
-
-def drawn(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int, **shape: int) -> Call:
-    skip_unless_held((head_dim, dtype))
-    size = (shape.get("batch", 2), seqlen_q, shape.get("nheads", 8), head_dim)
-    return draw(
-        Attention.installed(), size, seqlen_k, shape.get("nheads_k", 2),
-        dtype=dtype, device="cuda", seed=0, options={},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_without_the_mode_the_batch_changes_bits(dtype: str) -> None:
-    """The checks could not see anything otherwise."""
-    call = drawn(128, dtype, 1, 16_384, batch=64, nheads=32, nheads_k=8)
-    with deterministic_mode(enabled=False):
-        alone, together = call.sequences([0])(), part(call(), b=[0])
-    assert difference(alone["out"], together["out"]) is not None
-    for name, tensor in part(call(), b=[0]).items():
-        assert difference(tensor, call.sequences([0])()[name]) is None
 
 
 def test_memory_is_measured_above_the_inputs() -> None:

@@ -161,17 +161,6 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: flash-attn-deterministic" in capsys.readouterr().err
 
 
-def test_command_interrupted_later(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(info, "collect", interrupt)
-    assert main(["info"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def _options(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, str | None]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import definition, softmax_attention
+from attention_cases import softmax_attention
 from bits import bits_equal
 from calls import CALLS, normal
 from flash_attn_deterministic import (
@@ -51,32 +51,6 @@ def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensors, torch.Tensor]
 def _differ(left: Tensors, right: Tensors) -> list[str]:
     pairs = zip(("out", "dq", "dk", "dv"), left, right, strict=True)
     return [name for name, a, b in pairs if not bits_equal(a, b)]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "without", "most"),
-    [
-        pytest.param(torch.bfloat16, 0.15, 0.045, id="bf16"),
-        pytest.param(torch.float16, 0.015, 0.006, id="fp16"),
-    ],
-)
-def test_error_of_dq_on_uniform_inputs(dtype: torch.dtype, without: float, most: float) -> None:
-    """All values in [0, 1): without, rounding of out makes up most of dq's error.
-
-    What is left is that of P: out is a sum of rounded weights over a sum of unrounded ones.
-    """
-    generator = torch.Generator().manual_seed(0)
-    q, dout = (torch.rand(1, 24, 1, 64, generator=generator).to(dtype) for _ in range(2))
-    k, v = (torch.rand(1, 1536, 1, 64, generator=generator).to(dtype) for _ in range(2))
-    exact = definition(q, 0.125).gradients(q, k, v, dout)[0]
-
-    def error(mode: deterministic_mode) -> float:
-        with mode:
-            dq = _run(flash_attn_func, (q, k, v), dout)[1]
-        return float((dq.double() - exact).norm() / exact.norm())
-
-    assert error(PLAIN) > without
-    assert error(KEPT) < most
 
 
 @DTYPES
