@@ -51,104 +51,72 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def _call(function: Callable[..., Any], **arguments: Any) -> Call:
+    return Call(function, arguments)
+
+
+def _tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Normal numbers of some shapes, different ones of the same."""
+    return [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
 def qkv_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_func."""
-    return Call(
-        package.flash_attn_func,
-        {
-            "q": normal(2, 5, NHEADS, head_dim),
-            "k": normal(2, 9, NHEADS_K, head_dim, seed=1),
-            "v": normal(2, 9, NHEADS_K, head_dim, seed=2),
-            "causal": True,
-        },
-    )
+    keys = (2, 9, NHEADS_K, head_dim)
+    q, k, v = _tensors((2, 5, NHEADS, head_dim), keys, keys)
+    return _call(package.flash_attn_func, q=q, k=k, v=v, causal=True)
 
 
 def qkvpacked_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_qkvpacked_func."""
     qkv = normal(2, 7, 3, NHEADS, head_dim)
-    return Call(package.flash_attn_qkvpacked_func, {"qkv": qkv, "causal": True})
+    return _call(package.flash_attn_qkvpacked_func, qkv=qkv, causal=True)
 
 
 def kvpacked_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_kvpacked_func."""
-    return Call(
-        package.flash_attn_kvpacked_func,
-        {
-            "q": normal(2, 5, NHEADS, head_dim),
-            "kv": normal(2, 9, 2, NHEADS_K, head_dim),
-            "causal": True,
-        },
-    )
+    q, kv = normal(2, 5, NHEADS, head_dim), normal(2, 9, 2, NHEADS_K, head_dim)
+    return _call(package.flash_attn_kvpacked_func, q=q, kv=kv, causal=True)
 
 
 def varlen_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_varlen_func, with a sequence that has no queries."""
-    return Call(
-        package.flash_attn_varlen_func,
-        {
-            "q": normal(8, NHEADS, head_dim),
-            "k": normal(16, NHEADS_K, head_dim, seed=1),
-            "v": normal(16, NHEADS_K, head_dim, seed=2),
-            "cu_seqlens_q": int32(0, 3, 3, 8),
-            "cu_seqlens_k": int32(0, 5, 7, 16),
-            "max_seqlen_q": 5,
-            "max_seqlen_k": 9,
-            "causal": True,
-        },
-    )
+    keys = (16, NHEADS_K, head_dim)
+    q, k, v = _tensors((8, NHEADS, head_dim), keys, keys)
+    starts = {"cu_seqlens_q": int32(0, 3, 3, 8), "cu_seqlens_k": int32(0, 5, 7, 16)}
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 9}
+    return _call(package.flash_attn_varlen_func, q=q, k=k, v=v, **starts, **longest, causal=True)
 
 
 def paged_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_varlen_func, with a block table."""
-    call = varlen_call(head_dim)
-    return Call(
-        call.function,
-        {
-            **call.arguments,
-            "k": normal(4, PAGE, NHEADS_K, head_dim, seed=1),
-            "v": normal(4, PAGE, NHEADS_K, head_dim, seed=2),
-            "block_table": int32(2, 0, 3).reshape(3, 1),
-        },
-    )
+    call, pages = varlen_call(head_dim), (4, PAGE, NHEADS_K, head_dim)
+    k, v = (normal(*pages, seed=seed) for seed in (1, 2))
+    table = int32(2, 0, 3).reshape(3, 1)
+    return Call(call.function, {**call.arguments, "k": k, "v": v, "block_table": table})
 
 
 def varlen_qkvpacked_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_varlen_qkvpacked_func."""
-    return Call(
-        package.flash_attn_varlen_qkvpacked_func,
-        {
-            "qkv": normal(8, 3, NHEADS, head_dim),
-            "cu_seqlens": int32(0, 3, 8),
-            "max_seqlen": 5,
-            "causal": True,
-        },
-    )
+    qkv, starts = normal(8, 3, NHEADS, head_dim), int32(0, 3, 8)
+    function = package.flash_attn_varlen_qkvpacked_func
+    return _call(function, qkv=qkv, cu_seqlens=starts, max_seqlen=5, causal=True)
 
 
 def varlen_kvpacked_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_varlen_kvpacked_func."""
     arguments = varlen_call(head_dim).arguments
     kv = torch.stack([arguments.pop("k"), arguments.pop("v")], dim=1)
-    return Call(package.flash_attn_varlen_kvpacked_func, {**arguments, "kv": kv})
+    return _call(package.flash_attn_varlen_kvpacked_func, **arguments, kv=kv)
 
 
 def kvcache_call(head_dim: int = HEAD_DIM) -> Call:
     """flash_attn_with_kvcache, which appends to its cache."""
-    return Call(
-        package.flash_attn_with_kvcache,
-        {
-            "q": normal(2, 3, NHEADS, head_dim),
-            "k_cache": normal(2, 20, NHEADS_K, head_dim, seed=1),
-            "v_cache": normal(2, 20, NHEADS_K, head_dim, seed=2),
-            "k": normal(2, 3, NHEADS_K, head_dim, seed=3),
-            "v": normal(2, 3, NHEADS_K, head_dim, seed=4),
-            "rotary_cos": normal(20, 8, seed=5),
-            "rotary_sin": normal(20, 8, seed=6),
-            "cache_seqlens": int32(9, 4),
-            "causal": True,
-        },
-    )
+    names = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+    cache, new = (2, 20, NHEADS_K, head_dim), (2, 3, NHEADS_K, head_dim)
+    tensors = _tensors((2, 3, NHEADS, head_dim), cache, cache, new, new, (20, 8), (20, 8))
+    given = dict(zip(names, tensors, strict=True))
+    return _call(package.flash_attn_with_kvcache, **given, cache_seqlens=int32(9, 4), causal=True)
 
 
 # Changes of kvcache_call: keys in pages, and nothing that is appended.

@@ -65,6 +65,15 @@ def test_dropout_draws_no_seed_and_has_the_same_plan_on_the_cpu(name: str) -> No
         explain(name, **call.arguments, dropout_p=0.3, dropout_seeds=torch.zeros(99).long())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"learnable_sink": torch.ones(4).bfloat16()}, {"return_max_logits": True}],
+    ids=["sinks", "max-logits"],
+)
+def test_features_without_a_plan_of_their_own(options: dict[str, Any]) -> None:
+    assert explain_changed(qkv_call(), options) == explain_changed(qkv_call(), {})
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_each_function_can_be_explained(name: str) -> None:
     call = CALLS[name](20)

@@ -43,6 +43,17 @@ def general(nheads: int) -> Options:
     return {"window_size": (40, 7), "softcap": 3.0, "alibi_slopes": slopes}
 
 
+def over_pages(
+    q: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, *lengths: int, **options: Any
+) -> None:
+    """Attends to a paged cache of equal keys and values."""
+    options = {"causal": True, "split_size": SPLIT, **options}
+    used = int32(*lengths)
+    flash_attn_with_kvcache(
+        q, cache, cache.clone(), cache_seqlens=used, block_table=pages, **options
+    )
+
+
 def forward(head_dim: int) -> None:
     """One CTA for all splits of a row block, a CTA for each, and the kernel for a few rows."""
     k, v = draw(1, 150, 1, head_dim), draw(1, 150, 1, head_dim)
@@ -78,20 +89,11 @@ def decode(head_dim: int) -> None:
         for seqlen_q, nheads in ((1, 2), (1, 12), (5, 4)):
             q, k = draw(2, seqlen_q, nheads, head_dim), draw(2, 600, 2, head_dim)
             cache = draw(30, 16, 2, head_dim)
-            lengths = int32(0, 64, 157)
             with device_override(f"path={path}"):
                 for split_size in (SPLIT, 0):
                     flash_attn_func(q, k, k, causal=True, split_size=split_size)
                 flash_attn_func(q, k, k, split_size=SPLIT, **general(nheads))
-                flash_attn_with_kvcache(
-                    draw(3, seqlen_q, nheads, head_dim),
-                    cache,
-                    cache,
-                    cache_seqlens=lengths,
-                    block_table=pages,
-                    causal=True,
-                    split_size=SPLIT,
-                )
+                over_pages(draw(3, seqlen_q, nheads, head_dim), cache, pages, 0, 64, 157)
 
 
 def layouts(head_dim: int) -> None:
@@ -106,47 +108,22 @@ def layouts(head_dim: int) -> None:
     cache = draw(30, 16, 1, head_dim)
     angles = draw(160, min(head_dim, 64) // 2)
     new = draw(3, 3, 1, head_dim)
-    flash_attn_with_kvcache(
-        draw(3, 3, 2, head_dim),
-        cache,
-        cache.clone(),
-        new,
-        new,
-        rotary_cos=angles,
-        rotary_sin=angles,
-        cache_seqlens=int32(0, 64, 157),
-        block_table=pages,
-        causal=True,
-        split_size=SPLIT,
-    )
+    rotary = {"rotary_cos": angles, "rotary_sin": angles}
+    q = draw(3, 3, 2, head_dim)
+    over_pages(q, cache, pages, 0, 64, 157, k=new, v=new, **rotary)
     q = draw(3, 20, 2, head_dim)  # more rows than the kernel for a few takes
     for split_size in (SPLIT, 0):
-        flash_attn_with_kvcache(
-            q,
-            cache,
-            cache.clone(),
-            cache_seqlens=int32(20, 64, 157),
-            block_table=pages,
-            causal=True,
-            split_size=split_size,
-        )
+        over_pages(q, cache, pages, 20, 64, 157, split_size=split_size)
 
 
 def large_pages(head_dim: int) -> None:
     """Pages of 64 keys, which kernels for Hopper load at once."""
     cache = draw(9, 64, 1, head_dim)
     pages = torch.randperm(9).to("cuda", torch.int32).view(3, 3)
-    arguments: Options = {"cache_seqlens": int32(20, 64, 157), "block_table": pages}
     with device_override(ONE_SM):
         for split_size in (SPLIT, 0):
-            flash_attn_with_kvcache(
-                draw(3, 130, 2, head_dim),
-                cache,
-                cache.clone(),
-                causal=True,
-                split_size=split_size,
-                **arguments,
-            )
+            q = draw(3, 130, 2, head_dim)
+            over_pages(q, cache, pages, 20, 64, 157, split_size=split_size)
 
 
 def backward(head_dim: int) -> None:

@@ -37,10 +37,12 @@ def dense(
     nheads_k: int = 2,
     dtype: torch.dtype = torch.bfloat16,
     requires_grad: bool = False,
+    seqlen_q: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns the arguments of a call on a rank."""
-    q, k = (torch.ones(1, seqlen, heads, 16, dtype=dtype) for heads in (4, nheads_k))
+    """Returns the arguments of a call on a rank; seqlen_q 0: that of keys."""
+    sizes = (seqlen_q or seqlen, 4), (seqlen, nheads_k)
+    q, k = (torch.ones(1, *size, 16, dtype=dtype) for size in sizes)
     return {"q": q.requires_grad_(requires_grad), "k": k, "v": k, **options}
 
 
@@ -52,7 +54,24 @@ def varlen(starts: list[int], **options: Any) -> dict[str, Any]:
     return {**packed, **lengths, "max_seqlen_q": 8, "max_seqlen_k": 8, **options}
 
 
-DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+LLAMA3 = "ring_flash_attn.llama3_flash_attn_varlen_func"
+
+
+def llama3(rank: int, **changes: Any) -> dict[str, Any]:
+    """Returns the arguments of a call with ring-flash-attn's name on a rank."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+    prepared = llama3_flash_attn_prepare_cu_seqlens(int32(0, 16), True, rank, 2)
+    own = dict(zip(names, prepared, strict=True))
+    return {**varlen([]), **own, "heads_k_stride": 1, "causal": True, **changes}
+
+
+DENSE, VARLEN = "flash_attn_func", "flash_attn_varlen_func"
+SAME, STARTS = "ArgumentError: expected the same on all 2 ranks", "ArgumentError: cu_seqlens_q: "
+PREPARED = "ArgumentError: cu_seqlens_q, cu_seqlens_k, local_k_slice: "
+_SINK: dict[str, Any] = {"learnable_sink": torch.ones(4)}
+_PART: dict[str, Any] = {"tensor": torch.zeros(3), "dim": 0}
+# What the second rank does in another way, and what each rank finds to differ.
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"seqlen": 10}, "q.shape[1]: 8 on rank 0, 10 on rank 1; k.shape[1]"),
     "KV heads": ({"nheads_k": 4}, "k.shape[2]: 2 on rank 0, 4 on rank 1"),
     "dtype": ({"dtype": torch.float16}, "q.dtype: torch."),
@@ -60,45 +79,66 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "mask": ({"causal": True}, "the right window: -1 on rank 0, 0 on rank 1"),
     "scale": ({"softmax_scale": 0.5}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
     "degree": ({"ulysses_degree": 2}, "ulysses_degree (0: None): 0 on rank 0, 2 on rank 1"),
-    "stride and none": (
-        {"heads_k_stride": 1},
-        "heads_k_stride (0: None): 0 on rank 0, 1 on rank 1",
-    ),
+    "stride": ({"heads_k_stride": 1}, "heads_k_stride (0: None): 0 on rank 0, 1 on rank 1"),
     "split size": ({"split_size": 64}, "split_size: 2048 on rank 0, 64 on rank 1"),
-}
-
-
-@pytest.mark.parametrize(("change", "part"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_ranks_that_disagree(pool: Pool, change: dict[str, Any], part: str) -> None:
-    for rank, message in enumerate(
-        pool.run(ranks.raised, "flash_attn_func", dense(), dense(**change))
-    ):
-        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert f"rank {rank} found a difference in {part}" in message
-
-
-def test_a_gradient_on_one_rank(pool: Pool) -> None:
-    """Otherwise a rank would wait in its backward for one that has none."""
-    for message in pool.run(ranks.raised, "flash_attn_func", dense(), dense(requires_grad=True)):
-        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
-
-
-_SINK: dict[str, Any] = {"learnable_sink": torch.ones(4)}
-SINKS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "gradient": ([dense(learnable_sink=torch.ones(4).requires_grad_())],
+    # Otherwise a rank would wait in its backward for one that has none.
+    "gradient": ({"requires_grad": True},
+        "whether an input requires a gradient: 0 on rank 0, 1 on rank 1"),
+    "sink": (_SINK, "whether there is a learnable_sink: 0 on rank 0, 1 on rank 1"),
+}  # fmt: skip
+# What all ranks ask for, and what each raises.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
+    "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
+    "order no str": ({"order": 3}, "order: expected a str"),
+    "stride": ({"heads_k_stride": 3}, "heads_k_stride: expected 1 to 2, got 3"),
+    "stride of none": ({"heads_k_stride": 0}, "heads_k_stride: expected 1 to 2, got 0"),
+    "stride below": ({"heads_k_stride": -1}, "heads_k_stride: expected 1 to 2, got -1"),
+    "stride no int": ({"heads_k_stride": 1.0}, "heads_k_stride: expected an int, got float"),
+    "degree of none": ({"ulysses_degree": 0}, "ulysses_degree: expected a divisor of 2 ranks and"),
+    "degree beyond": ({"ulysses_degree": 4}, "of 2 ranks and of 2 KV heads, got 4"),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
+    "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
+    "sink with gradient": ({"learnable_sink": torch.ones(4).requires_grad_()},
         "UnsupportedError: learnable_sink: expected one that requires no gradient"),
-    "rows": ([{**dense(), **_SINK, "q": dense(16)["q"], "causal": True}],
+    "sink and empty rows": ({**_SINK, "seqlen_q": 16, "causal": True},
         "UnsupportedError: learnable_sink: expected None on several ranks where rows"),
-    "one rank": ([dense(**_SINK), dense()],
-        "in whether there is a learnable_sink: 1 on rank 0, 0 on rank 1"),
+}  # fmt: skip
+# cu_seqlens, order, and what each rank raises.
+LENGTHS: dict[str, tuple[list[int], str, str]] = {
+    "falling": ([0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]"),
+    "first": ([1, 16], "contiguous", "expected a 0, then"),
+    "beyond": ([0, 17], "contiguous", "at most 16 tokens, 8 on each of 2 ranks, got 17"),
+    "zigzag": ([0, 6, 16], "zigzag", "expected 10 tokens on each of 2 ranks"),
+    "zigzag total": ([0, 12], "zigzag", "expected 6 tokens on each"),
+}
+# A function, calls of it by rank or one of all, the beginning of what each rank raises, and a part.
+REFUSED: dict[str, tuple[str, list[dict[str, Any]], str, str]] = {
+    **{f"another {name}": (DENSE, [dense(), dense(**change)], SAME,
+        f"rank {{}} found a difference in {part}")
+       for name, (change, part) in DIFFERENT.items()},
+    **{name: (DENSE, [dense(**options)], "", part) for name, (options, part) in WRONG.items()},
+    **{f"lengths: {name}": (VARLEN, [varlen(starts, order=order)], STARTS, part)
+       for name, (starts, order, part) in LENGTHS.items()},
+    "other lengths": (VARLEN, [varlen([0, 8, 16]), varlen([0, 4, 16])], SAME,
+        "cu_seqlens_q: (0, 8, 16) on rank 0, (0, 4, 16) on rank 1"),
+    "a longer part": ("unshard", [_PART, _PART | {"tensor": torch.zeros(4)}], SAME,
+        "tensor.shape[0]: 3 on rank 0, 4 on rank 1"),
+    "a part in another order": ("unshard", [_PART, _PART | {"order": "zigzag"}], SAME,
+        "found a difference in order: contiguous on rank 0, zigzag on"),
+    **{f"llama3: another {name}": (LLAMA3, [llama3(0), llama3(1, **{name: value})], PREPARED,
+        "for one cu_seqlens, got others on rank 1")
+       for name, value in (("cu_seqlens_k", int32(0, 12)), ("local_k_slice", slice(0, 12)))},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("calls", "part"), SINKS.values(), ids=SINKS)
-def test_sinks(pool: Pool, calls: list[dict[str, Any]], part: str) -> None:
-    for message in pool.run(ranks.raised, "flash_attn_func", *calls):
-        assert part in message
+@pytest.mark.parametrize(("name", "calls", "begin", "part"), REFUSED.values(), ids=REFUSED)
+def test_all_ranks_refuse(
+    pool: Pool, name: str, calls: list[dict[str, Any]], begin: str, part: str
+) -> None:
+    for rank, message in enumerate(pool.run(ranks.raised, name, *calls)):
+        assert message.startswith(begin)
+        assert part.format(rank) in message
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -125,81 +165,6 @@ def test_double_backward_raises() -> None:
         torch.autograd.grad(gradient.sum(), call["q"])
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"tensor": torch.zeros(4)}, "tensor.shape[0]: 3 on rank 0, 4 on rank 1"),
-        ({"order": "zigzag"}, "found a difference in order: contiguous on rank 0, zigzag on"),
-    ],
-    ids=["lengths", "orders"],
-)
-def test_parts_that_do_not_fit(pool: Pool, change: dict[str, Any], part: str) -> None:
-    given = {"tensor": torch.zeros(3), "dim": 0}
-    for message in pool.run(ranks.raised, "unshard", given, given | change):
-        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert part in message
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
-    "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
-    "order no str": ({"order": 3}, "order: expected a str"),
-    "stride": ({"heads_k_stride": 3}, "heads_k_stride: expected 1 to 2, got 3"),
-    "stride of none": ({"heads_k_stride": 0}, "heads_k_stride: expected 1 to 2, got 0"),
-    "stride below": ({"heads_k_stride": -1}, "heads_k_stride: expected 1 to 2, got -1"),
-    "stride no int": ({"heads_k_stride": 1.0}, "heads_k_stride: expected an int, got float"),
-    "degree of none": ({"ulysses_degree": 0}, "ulysses_degree: expected a divisor of 2 ranks and"),
-    "degree beyond": ({"ulysses_degree": 4}, "of 2 ranks and of 2 KV heads, got 4"),
-    "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
-    "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
-}
-
-
-@pytest.mark.parametrize(("options", "part"), WRONG.values(), ids=WRONG)
-def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> None:
-    for message in pool.run(ranks.raised, "flash_attn_func", dense(**options)):
-        assert part in message
-
-
-@pytest.mark.parametrize(("starts", "order", "part"), [
-    pytest.param([0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]",
-        id="falling"),
-    pytest.param([1, 16], "contiguous", "expected a 0, then", id="first"),
-    pytest.param([0, 17], "contiguous", "expected at most 16 tokens, 8 on each of 2 ranks, got 17",
-        id="beyond"),
-    pytest.param([0, 6, 16], "zigzag", "expected 10 tokens on each of 2 ranks", id="zigzag-length"),
-    pytest.param([0, 12], "zigzag", "expected 6 tokens on each", id="zigzag-total"),
-])  # fmt: skip
-def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
-    for message in pool.run(ranks.raised, "flash_attn_varlen_func", varlen(starts, order=order)):
-        assert message.startswith("ArgumentError: cu_seqlens_q: ")
-        assert part in message
-
-
-def test_ranks_with_different_lengths(pool: Pool) -> None:
-    calls = varlen([0, 8, 16]), varlen([0, 4, 16])
-    for message in pool.run(ranks.raised, "flash_attn_varlen_func", *calls):
-        assert "cu_seqlens_q: (0, 8, 16) on rank 0, (0, 4, 16) on rank 1" in message
-
-
-LLAMA3 = "ring_flash_attn.llama3_flash_attn_varlen_func"
-
-
-def llama3(rank: int, **changes: Any) -> dict[str, Any]:
-    """Returns the arguments of a call with ring-flash-attn's name on a rank."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
-    prepared = llama3_flash_attn_prepare_cu_seqlens(int32(0, 16), True, rank, 2)
-    own = dict(zip(names, prepared, strict=True))
-    return {**varlen([]), **own, "heads_k_stride": 1, "causal": True, **changes}
-
-
-def test_parts_for_ring_flash_attn_that_do_not_fit(pool: Pool) -> None:
-    for wrong in ({"cu_seqlens_k": int32(0, 12)}, {"local_k_slice": slice(0, 12)}):
-        for message in pool.run(ranks.raised, LLAMA3, llama3(0), llama3(1, **wrong)):
-            assert message.startswith("ArgumentError: cu_seqlens_q, cu_seqlens_k, local_k_slice: ")
-            assert message.endswith("for one cu_seqlens, got others on rank 1")
-
-
 _QKV = torch.ones(1, 8, 3, 4, 16, dtype=torch.bfloat16)
 # Name of a function, what its second rank passes, and what that raises.
 ONE_WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -208,34 +173,18 @@ ONE_WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "group": ("flash_attn_func", dense(group=3), "ArgumentTypeError: group: expected a torch"),
     "order": ("flash_attn_func", dense(order="x"), "ArgumentError: order: "),
     "q": ("flash_attn_func", dense() | {"q": None}, "ArgumentTypeError: q: expected a torch"),
-    "packed": (
-        "flash_attn_qkvpacked_func",
-        {"qkv": _QKV[:, :, :2]},
-        "ArgumentError: qkv: expected",
-    ),
-    "slice": (
-        "llama3",
-        {"local_k_slice": slice(torch.ones(2), 8)},
-        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(a tensor of "
-        "dtype torch.float32 and shape (2,), 8)",
-    ),
-    "step": (
-        "llama3",
-        {"local_k_slice": slice(0, 8, 2)},
-        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(0, 8, 2)",
-    ),
-    "tensor": (
-        "llama3",
-        {"local_k_slice": torch.ones(2)},
-        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got a tensor of dtype",
-    ),
-    "lengths": (
-        "llama3",
-        {"cu_seqlens_k": [0, 8]},
-        "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor",
-    ),
+    "packed": ("flash_attn_qkvpacked_func", {"qkv": _QKV[:, :, :2]},
+        "ArgumentError: qkv: expected"),
+    **{f"llama3: {got}": ("llama3", {"local_k_slice": value},
+        f"ArgumentTypeError: local_k_slice: expected a slice of two ints, got {got}")
+       for got, value in (
+           ("slice(a tensor of dtype torch.float32 and shape (2,), 8)", slice(torch.ones(2), 8)),
+           ("slice(0, 8, 2)", slice(0, 8, 2)), ("a tensor of dtype", torch.ones(2)),
+       )},
+    "lengths": ("llama3", {"cu_seqlens_k": [0, 8]},
+        "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
     "flag": ("llama3", {"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "wrong", "part"), ONE_WRONG.values(), ids=ONE_WRONG)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from bits import bits_equal
 from rank_pool import pool_of
+from small_models import NAME, make_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed")
 
-NAME, RANKS = "flash_attn_deterministic", 2
+RANKS = 2
 attention_func: Any = package.flash_attn_func
 
 
@@ -48,17 +49,8 @@ def run_model(folder: str, ranks: int) -> tuple[list[list[torch.Tensor]], torch.
 
 
 def test_heads_of_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=97,
-    )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    transformers.LlamaForCausalLM(make_config("Llama")).to(torch.bfloat16).save_pretrained(tmp_path)
     with pool_of(RANKS) as pool:
         found = pool.run(run_model, str(tmp_path), RANKS)
     (first, logits), (second, same_logits) = found

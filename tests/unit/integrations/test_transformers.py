@@ -5,10 +5,12 @@ from typing import Any
 
 import flash_attn_deterministic as package
 import pytest
+import small_models
 import torch
 from bits import bits_equal
 from calls import normal
 from flash_attn_deterministic.errors import DtypeError, UnsupportedError
+from small_models import NAME
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,18 +20,6 @@ from flash_attn_deterministic.integrations import transformers as integration  #
 ours: Any = integration
 attention_func: Any = package.flash_attn_func
 
-NAME = "flash_attn_deterministic"
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Gemma2": {"sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
@@ -50,10 +40,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def make_model(family: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
-    kind = getattr(transformers, f"{family}ForCausalLM")
-    model = kind._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
+    model = small_models.make_model(family, **FAMILIES[family])
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, 1.0, 2.0)

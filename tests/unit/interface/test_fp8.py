@@ -164,10 +164,20 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+# Of other calls.
+OTHERS: dict[str, tuple[Call, dict[str, Any], Any, str]] = {
+    "dropout": (with_cache(paged_call, torch.bfloat16), {"dropout_p": 0.1},
+        UnsupportedError, "dropout_p: expected 0.0 with keys"),
+    "scale of another cache": (converted(with_cache(kvcache_call, torch.bfloat16)),
+        {"k_descale": 0.5}, ArgumentError, "k_descale: expected None with keys and values in"),
+    "no cache": (qkv_call(), {"k": FP8, "v": FP8}, DtypeError, "k: expected torch.bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*WRONG, *OTHERS])
 def test_wrong_arguments_are_named(case: str) -> None:
-    changes, error, words = WRONG[case]
-    call = with_cache(kvcache_call, torch.bfloat16)
+    kept = with_cache(kvcache_call, torch.bfloat16)
+    call, changes, error, words = OTHERS[case] if case in OTHERS else (kept, *WRONG[case])
     given = {
         n: call.arguments[n].to(x)
         if isinstance(x, torch.dtype)
@@ -176,21 +186,3 @@ def test_wrong_arguments_are_named(case: str) -> None:
     }
     with pytest.raises(error, match=re.escape(words)):
         call(**given)
-
-
-def test_a_scale_of_another_cache_is_refused() -> None:
-    call = converted(with_cache(kvcache_call, torch.bfloat16))
-    with pytest.raises(ArgumentError, match="k_descale: expected None with keys and values in"):
-        call(k_descale=0.5)
-
-
-def test_dropout_is_refused() -> None:
-    call = with_cache(paged_call, torch.bfloat16)
-    with pytest.raises(UnsupportedError, match=r"dropout_p: expected 0\.0 with keys"):
-        call(dropout_p=0.1)
-
-
-def test_tensors_that_are_no_cache_are_refused() -> None:
-    call = qkv_call()
-    with pytest.raises(DtypeError, match=r"k: expected torch\.bfloat16"):
-        call(k=call.arguments["k"].to(FP8), v=call.arguments["v"].to(FP8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,35 +33,28 @@ def test_explain_takes_it() -> None:
     assert (plan.num_splits, plan.head_dim_v) == (2, VALUES)
 
 
-@pytest.mark.parametrize("columns", [64, 512, 568])
-def test_other_head_dims_have_values_of_their_own(columns: int) -> None:
+def with_columns(count: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda a: {name: a[name][..., :count] for name in ("q", "k_cache")}
+
+
+# What is changed of a call, and what is raised.
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
+    **{f"{columns} columns": (with_columns(columns), ArgumentTypeError,
+        r"v_cache: expected a torch\.Tensor, got NoneType") for columns in (64, 512, 568)},
+    "values of their own": (lambda a: {"v_cache": a["k_cache"][..., :VALUES]},
+        ArgumentError, r"q: expected .* 1 to 256, or 576 with v_cache=None"),
+    "8 bits": (lambda a: {"k_cache": a["k_cache"].to(torch.float8_e4m3fn)},
+        DtypeError, r"k_cache: expected torch\.bfloat16, the dtype of q, with"),
+    "append": (lambda a: {"k": a["k_cache"][:, :1], "v": a["k_cache"][:, :1, :, :VALUES]},
+        UnsupportedError, "k: expected None with v_cache=None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_refused(change: Any, error: type[Exception], words: str) -> None:
     given = cache_call()
-    given |= {name: given[name][..., :columns] for name in ("q", "k_cache")}
-    with pytest.raises(ArgumentTypeError, match=r"v_cache: expected a torch\.Tensor, got NoneType"):
-        flash_attn_with_kvcache(**given)
-
-
-def test_values_of_their_own_are_refused() -> None:
-    given = cache_call()
-    given["v_cache"] = given["k_cache"][..., :VALUES]
-    with pytest.raises(ArgumentError, match=r"q: expected .* 1 to 256, or 576 with v_cache=None"):
-        flash_attn_with_kvcache(**given)
-
-
-def test_fp8_is_refused() -> None:
-    given = cache_call()
-    given["k_cache"] = given["k_cache"].to(torch.float8_e4m3fn)
-    with pytest.raises(
-        DtypeError, match=r"k_cache: expected torch\.bfloat16, the dtype of q, with"
-    ):
-        flash_attn_with_kvcache(**given)
-
-
-def test_nothing_is_appended() -> None:
-    given = cache_call()
-    new = given["k_cache"][:, :1]
-    with pytest.raises(UnsupportedError, match="k: expected None with v_cache=None"):
-        flash_attn_with_kvcache(**given, k=new, v=new[..., :VALUES])
+    with pytest.raises(error, match=words):
+        flash_attn_with_kvcache(**given | change(given))
 
 
 def test_other_functions_keep_their_head_dims() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bits import bits_equal
 from calls import CALLS, compiled, int32, normal, qkv_call, varlen_call
-from flash_attn_deterministic import deterministic_mode, explain, interface
+from flash_attn_deterministic import deterministic_mode, interface
 
 # Any: the type checker can't match unpacked arguments.
 flash_attn_func: Any = interface.flash_attn_func
@@ -106,9 +106,3 @@ def test_vmap_returns_those_of_each_element() -> None:
 
     mapped: Any = torch.vmap
     assert bits_equal(mapped(run)(q), torch.stack([run(x) for x in q]))
-
-
-def test_its_plan_is_that_of_the_call_without() -> None:
-    call = qkv_call()
-    with_max = explain(call.function, **call.arguments, return_max_logits=True)
-    assert with_max == explain(call.function, **call.arguments)

@@ -10,7 +10,7 @@ import torch
 from attention_cases import normal_like
 from bits import bits_equal
 from calls import CALLS, DIFFERENTIABLE, int32, normal, paged_call, qkv_call, varlen_call
-from flash_attn_deterministic import deterministic_mode, explain, interface
+from flash_attn_deterministic import deterministic_mode, interface
 from flash_attn_deterministic.errors import UnsupportedError
 
 # Any: the type checker can't match unpacked arguments.
@@ -131,13 +131,6 @@ def test_vmap_takes_one_tensor_of_sinks() -> None:
     assert bits_equal(mapped, torch.stack([run(x, SINKS) for x in q]))
     with pytest.raises(UnsupportedError, match="learnable_sink: expected one tensor for all"):
         torch.vmap(run)(q, SINKS.expand(3, 4))
-
-
-def test_the_plan_of_a_call_with_sinks() -> None:
-    call = qkv_call()
-    assert explain(call.function, **call.arguments, learnable_sink=SINKS.bfloat16()) == explain(
-        call.function, **call.arguments
-    )
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import make_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -36,24 +37,6 @@ def test_a_trainer_computes_what_the_rollout_sampled(tmp_path: Path) -> None:
     assert len(steps) == 10
     assert {(step["kl"], step["unequal"]) for step in steps} == {(0, 0)}
     assert steps[-1]["reward"] > 0.7
-
-
-SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
-}
-
-
-def make_model(family: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    import flash_attn_deterministic.integrations.transformers  # noqa: F401  (registers it)
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-        config, attn_implementation="flash_attn_deterministic", dtype=torch.bfloat16
-    )
-    return model.eval()
 
 
 @pytest.fixture

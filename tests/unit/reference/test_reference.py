@@ -177,11 +177,6 @@ def test_merging_keeps_a_nan_sum(nan_first: bool) -> None:
     assert merged.acc.isnan().all()
 
 
-def test_merge_weights_each_side_by_its_maximum() -> None:
-    merged = merge_state(_state(2.0, 1.0, 4.0), _state(5.0, 3.0, 8.0), 1.0)
-    assert all_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
-
-
 # --- Formats ------------------------------------------------------------------------------------
 
 FIELDS = ["scores", "probs", "row_max", "row_sum", "rescale", "acc", "out"]
@@ -216,11 +211,3 @@ def test_a_callable_rounds_like_its_dtype() -> None:
     by_dtype = attention(q, k, v, formats=Formats(scores=torch.float16))
     by_call = attention(q, k, v, formats=Formats(scores=lambda x: x.half().float()))
     assert all_equal(by_dtype, by_call)
-
-
-def test_probs_default_to_the_input_dtype() -> None:
-    q, k, v = make_inputs(1, 5, 200, 1, 1, 32)
-    assert all_equal(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.bfloat16)))
-    assert not all_equal(
-        attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.float32))
-    )
