@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from calls import CALLS, int32, normal, qkv_call
 from flash_attn_deterministic import (
     flash_attn_func,
@@ -76,7 +76,7 @@ def test_vmap_is_a_loop(name: str, in_dim: int) -> None:
     by_vmap = torch.autograd.grad(found, leaves, dout)
     loop = torch.stack([one(*(leaf.select(in_dim, i) for leaf in leaves)) for i in range(3)])
     by_loop = torch.autograd.grad(loop, leaves, dout)
-    assert all(bits_equal(a, b) for a, b in zip(by_vmap, by_loop, strict=True))
+    assert all_equal(by_vmap, by_loop)
 
 
 def test_vmap_of_some_tensors() -> None:

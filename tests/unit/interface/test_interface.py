@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_inputs
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from calls import CALLS, READ_ONLY, Call, Counted, compiled, fresh, int32, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, interface
 
@@ -74,7 +74,7 @@ def test_inputs_are_not_changed() -> None:
     inputs = make_inputs(2, 5, 9, head_dim=20)
     before = [x.clone() for x in inputs]
     flash_attn_func(*inputs, causal=True)
-    assert all(bits_equal(x, y) for x, y in zip(inputs, before, strict=True))
+    assert all_equal(inputs, before)
 
 
 # --- Caches ------------------------------------------------------------------------------------
@@ -85,8 +85,7 @@ def _outputs(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _assert_same(left: Any, right: Any) -> None:
-    for a, b in zip(_outputs(left), _outputs(right), strict=True):
-        assert bits_equal(a, b)
+    assert all_equal(_outputs(left), _outputs(right))
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])

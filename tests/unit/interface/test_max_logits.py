@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from calls import CALLS, compiled, int32, normal, qkv_call, varlen_call
 from flash_attn_deterministic import deterministic_mode, interface
 
@@ -39,7 +39,7 @@ def test_nothing_else_changes_and_it_has_no_gradient(
     *others, found = run(return_max_logits=True)
     assert not found.requires_grad
     assert found.dtype == torch.float32
-    assert all(bits_equal(a, b) for a, b in zip(others, run(), strict=True))
+    assert all_equal(others, run())
     assert bits_equal(found, call(return_max_logits=True)[1])
 
 
@@ -94,7 +94,7 @@ def test_compiled_it_has_the_same_bits(make: Any) -> None:
     call = make()
     found = compiled(call.function)(**call.arguments, return_max_logits=True)
     expected = call(return_max_logits=True)
-    assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all_equal(found, expected)
 
 
 def test_vmap_returns_those_of_each_element() -> None:

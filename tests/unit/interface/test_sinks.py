@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import normal_like
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from calls import CALLS, DIFFERENTIABLE, int32, normal, paged_call, qkv_call, varlen_call
 from flash_attn_deterministic import deterministic_mode, interface
 from flash_attn_deterministic.errors import UnsupportedError
@@ -66,7 +66,7 @@ def test_a_sink_of_minus_infinity_changes_no_bit(make: Any) -> None:
     call = make()
     returned = call.lse()
     without, with_sinks = call(**returned), make()(**returned, learnable_sink=NO_SINKS)
-    assert all(bits_equal(a, b) for a, b in zip(without, with_sinks, strict=True))
+    assert all_equal(without, with_sinks)
 
 
 def test_a_row_without_keys_ends_with_its_sink() -> None:
@@ -143,7 +143,7 @@ def test_gradient_of_softmax_lse_alone(name: str) -> None:
     dlse = normal_like(softmax_lse)
     found = torch.autograd.grad(softmax_lse, inputs, dlse, retain_graph=True)
     zeros = torch.autograd.grad((out, softmax_lse), inputs, (torch.zeros_like(out), dlse))
-    assert all(bits_equal(a, b) for a, b in zip(found, zeros, strict=True))
+    assert all_equal(found, zeros)
     v = found[-1] if "v" in leaves else found[-1].unbind(-3)[-1]
     assert not v.any()
     assert found[0].any()

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
+import flash_attn_deterministic as package
 import pytest
+from flash_attn_deterministic import tree
+
+from tests import api
 
 ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = re.compile(
+    r"```python\n(?P<code>.*?)```\n\n<!-- output of the example -->\n```\n(?P<output>.*?)```\n",
+    re.DOTALL,
+)
 NAMED = r"(?<!\w)(?:docs|cpp|tests|python|lab)/[\w./-]*\w"
 
 
@@ -90,3 +99,25 @@ def test_files_named_in_the_documents_exist() -> None:
     for document in (*ROOT.glob("*.md"), ROOT / "NOTICE", *ROOT.glob("docs/**/*.md")):
         for name in re.findall(NAMED, document.read_text()):
             assert (ROOT / name).exists() or name.startswith("docs/results"), (document, name)
+
+
+def test_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = ROOT / "README.md"
+    example = EXAMPLE.search(readme.read_text())
+    assert example is not None
+    exec(compile(example["code"], str(readme), "exec"), {})
+    printed, written = capsys.readouterr().out, example["output"]
+    # How many rows torch's own attention gets right depends on the CPU.
+    number = re.compile(r"(?<=torch: )\d+(?= of 200)")
+    assert number.sub("N", printed) == number.sub("N", written)
+    assert int(number.search(printed)[0]) < 200  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", package.__all__)
+def test_every_public_name_is_on_the_page_of_the_api(name: str) -> None:
+    assert f"\n### {name}\n" in api.page()
+
+
+def test_chunks_of_rows_are_those_of_the_kernels() -> None:
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
+    assert table["chunk_rows"] == tree.CHUNK_ROWS

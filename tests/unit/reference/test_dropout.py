@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
-from bits import bits_equal
+from bits import all_equal, bits_equal
 from calls import CALLS, DIFFERENTIABLE, compiled, int32, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.errors import FlashAttnError
@@ -199,8 +199,7 @@ def test_seeds_under_compile_and_vmap() -> None:
         return [out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))]
 
     expected = results(run)
-    for a, b in zip(results(compiled(run)), expected, strict=True):
-        assert bits_equal(a, b)
+    assert all_equal(results(compiled(run)), expected)
 
     def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: Any) -> torch.Tensor:
         return flash_attn_func(q[None], k[None], v[None], 0.3, dropout_seeds=seed[None])[0]
@@ -314,8 +313,7 @@ def test_s_dmask_where_keys_are_cut_or_in_pages() -> None:
     arguments.update(v=call.arguments["v"][tokens], cu_seqlens_k=int32(0, 3, 5, 11))
     torch.manual_seed(0)
     plain = flash_attn_varlen_func(**arguments, return_attn_probs=True, dropout_p=0.3)
-    for a, b in zip(cut, plain, strict=True):
-        assert bits_equal(a, b)
+    assert all_equal(cut, plain)
 
     call = paged_call()
     table = call.arguments["block_table"][:, 0].tolist()
@@ -328,8 +326,7 @@ def test_s_dmask_where_keys_are_cut_or_in_pages() -> None:
     }
     pages = _seeded(call, return_attn_probs=True, dropout_p=0.3)
     plain = _seeded(call, **flat, block_table=None, return_attn_probs=True, dropout_p=0.3)
-    for a, b in zip(pages, plain, strict=True):
-        assert bits_equal(a, b)
+    assert all_equal(pages, plain)
 
 
 # --- Settings of torch --------------------------------------------------------------------------
@@ -348,8 +345,7 @@ def test_call_does_not_depend_on_torch_settings(name: str, around: str) -> None:
     expected = _seeded(call, **options, **call.lse())
     with AROUND[around]():
         found = _seeded(inside, **options, **call.lse())
-    for a, b in zip(found, expected, strict=True):
-        assert bits_equal(a, b)
+    assert all_equal(found, expected)
 
 
 @pytest.mark.parametrize("around", AROUND)

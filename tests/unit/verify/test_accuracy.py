@@ -13,6 +13,7 @@ from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.features import FEATURES
 
 from tests.drawn import draw_case
+from tests.planted_faults import FAULTS, Fault, caught
 
 OURS = Attention.installed()
 ON_CPU = list(accuracy.cases("cpu"))
@@ -112,3 +113,17 @@ def test_the_definition_is_torchs_own_attention() -> None:
     found = definition.gradients(q, k, v, dout)
     for one, other in zip(found, torch.autograd.grad(wanted, leaves, dout), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_caught(fault: Fault) -> None:
+    """In every case that has the feature."""
+    for config in fault.configs:
+        found = caught(fault, config, "cpu")
+        assert found
+        assert [name for name, ok in found.items() if not ok] == []
+
+
+def test_every_feature_has_a_fault_of_its_own() -> None:
+    met = {feature for fault in FAULTS for feature in fault.features}
+    assert met == FEATURES.keys()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from flash_attn_deterministic import build_info as record
+from flash_attn_deterministic import lab
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.info import collect
 from flash_attn_deterministic.verify import environment, installed, outcome, report, tasks
@@ -370,6 +371,18 @@ def test_a_wheel_without_kernels_fails_accuracy(tmp_path: Path) -> None:
     assert (accuracy["status"], accuracy["reason"]) == (
         "failed", "the wheel holds none of the kernels",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["bench", "scoreboard", "deviation"])
+def test_without_the_lab_a_line_says_what_to_install(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab, "entry_points", lambda group: [])
+    assert main([command, "--device", "cpu"]) == 6
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{command} is in the package flash-attn-deterministic-lab, which is not" in error
+    assert "in a clone: python -m pip install ./lab" in error
 
 
 # --- Really -------------------------------------------------------------------------------------
