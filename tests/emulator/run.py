@@ -178,21 +178,13 @@ def build(
         path.write_text(text, encoding="utf-8")
     program = folder / kind
     include = [HERE, HERE / "stubs", sources, folder / "upstream", tree / "cpp" / "torch_free"]
+    defines = ["FLASH_ATTENTION_DETERMINISTIC", f"FEW={kind == 'few':d}"]
+    defines += [f"HEAD_DIM={head_dim}", f"FAD_HEAD_DIM={head_dim}"]
     command = [
         *("g++", "-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
-        *(
-            "-w",
-            "-Wno-psabi",
-            "-o",
-            str(program),
-            "-DFLASH_ATTENTION_DETERMINISTIC",
-            f"-DFEW={kind == 'few':d}",
-        ),
-        *(
-            f"-DHEAD_DIM={head_dim}",
-            f"-DFAD_HEAD_DIM={head_dim}",
-            *(f"-I{path}" for path in include),
-        ),
+        *("-w", "-Wno-psabi", "-o", str(program)),
+        *(f"-D{name}" for name in defines),
+        *(f"-I{path}" for path in include),
         *("-isystem", str(cuda / "include"), str(HERE / source)),
         *(str(sources / name) for name in ("plan.cpp", "cost_model.cpp")),
         *(f"-L{cuda / 'lib'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"),

@@ -97,12 +97,12 @@ def run_tool(
     if tool in _EACH_ALLOCATION:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     own = [one for one in EXCLUDED if one.tool == tool and set(one.head_dims) & set(head_dims)]
-    excluded = {one.kernel: one.reason for one in own}
+    excluded = {one.what: one.reason for one in own}
     begin = time.monotonic()
     processes: dict[int, subprocess.Popen[bytes]] = {}
     statuses: dict[int, int] = {}
     for head_dim in head_dims:
-        names = [one.kernel for one in own if head_dim in one.head_dims]
+        names = [one.what for one in own if head_dim in one.head_dims]
         exclude = [word for name in names for word in ("--kernel-name-exclude", f"kns={name}")]
         with _log(out, tool, head_dim).open("wb") as log:
             processes[head_dim] = subprocess.Popen(

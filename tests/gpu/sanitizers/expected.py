@@ -12,66 +12,46 @@ from tests.gpu.sanitizers.calls import HEAD_DIMS
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A finding that is no fault.
+class Exempt:
+    """A finding that is no fault, or a kernel that a tool leaves alone: it stops the process else.
 
     Args:
         tool: of compute-sanitizer.
-        head_dims: where it is reported.
-        pattern: a regular expression, found in the report with its indented lines.
-        reason: why it is none.
+        head_dims: where it is reported, or would.
+        what: a regular expression, found in the report with its indented lines; or a part of the
+            kernel's name.
+        reason: why, and what else looks at the place.
     """
 
     tool: str
     head_dims: tuple[int, ...]
-    pattern: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Excluded:
-    """A kernel that a tool leaves alone; it stops the process elsewise.
-
-    Args:
-        tool: of compute-sanitizer.
-        head_dims: where it would.
-        kernel: a part of the kernel's name.
-        reason: why, and which tool looks at the kernel instead.
-    """
-
-    tool: str
-    head_dims: tuple[int, ...]
-    kernel: str
+    what: str
     reason: str
 
 
 EXPECTED = (
-    Expected(
-        "racecheck",
-        (192, 256),
-        r"Race reported between [\s\S]*fwd_sm90_kernel",
+    Exempt(
+        "racecheck", (192, 256), r"Race reported between [\s\S]*fwd_sm90_kernel",
         "shared memory of Q is reused for keys, which a warp may clear; the order goes by lane "
         "0, the loading thread and the copy engine, which racecheck does not follow; "
         "tests.emulator does, and finds it in order",
     ),
-    Expected(
-        "racecheck",
-        (576,),
-        r"Race reported between [\s\S]*latent_sm90_kernel",
+    Exempt(
+        "racecheck", (576,), r"Race reported between [\s\S]*latent_sm90_kernel",
         "weights and ends of rows pass from one warpgroup to another at named barriers of 256 of "
         "the 384 threads, which racecheck does not follow, where both wait (bar.sync) neither; "
         "tests.gpu.decode.test_latent compares every bit with the kernel for every GPU, in which "
         "racecheck finds nothing",
     ),
-)
+)  # fmt: skip
 _DIFFERENT_LOOPS = (
     "warps with different work meet at a named barrier from different loops, which PTX allows "
     "and synccheck takes for divergence; tests.emulator counts the arrivals at each of its "
     "barriers, and reports one that waits for a warp that does not come"
 )
 EXCLUDED = (
-    Excluded("synccheck", HEAD_DIMS, "values_kernel", _DIFFERENT_LOOPS),
-    Excluded("synccheck", (192, 256), "bwd_sm90_kernel", _DIFFERENT_LOOPS),
+    Exempt("synccheck", HEAD_DIMS, "values_kernel", _DIFFERENT_LOOPS),
+    Exempt("synccheck", (192, 256), "bwd_sm90_kernel", _DIFFERENT_LOOPS),
 )
 
 
@@ -105,7 +85,7 @@ def findings(tool: str, head_dim: int, log: str) -> Findings:
             continue
         found.count += 1
         for one in EXPECTED:
-            if tool == one.tool and head_dim in one.head_dims and re.search(one.pattern, report):
+            if tool == one.tool and head_dim in one.head_dims and re.search(one.what, report):
                 found.expected[one.reason] = found.expected.get(one.reason, 0) + 1
                 break
         else:
