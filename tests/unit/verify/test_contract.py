@@ -43,7 +43,7 @@ def small() -> Size:
     return dataclasses.replace(
         size_of("cpu", quick=True),
         configs=((64, "bf16"),),
-        features=("full", "causal", "sink-full"),
+        features=("full", "causal", "sink", "sink-full"),
     )
 
 
