@@ -58,14 +58,11 @@ _TABLE = {
     "dtypes": {"bf16": "bfloat16_t"}, "fwd_tiles": {"one_cta": {"64": {}}}, "bwd_tiles": {"64": {}}
 }  # fmt: skip
 NATIVE = {
-    "CMakeLists.txt": "project(x)\n",
-    "CMakePresets.json": "{}\n",
-    "cmake/Link.cmake": "# link\n",
-    "cpp/instances.json": json.dumps(_TABLE),
-    "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
+    "CMakeLists.txt": "project(x)\n", "CMakePresets.json": "{}\n", "cmake/Link.cmake": "# link\n",
+    "cpp/instances.json": json.dumps(_TABLE), "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
     "cpp/upstream/upstream.json": json.dumps(_PIN),
     "pyproject.toml": (ROOT / "pyproject.toml").read_text(),
-}
+}  # fmt: skip
 
 
 def edit(path: Path, change: Change, *, sign: bool = False) -> None:

@@ -107,16 +107,13 @@ def installs(session: Session) -> list[str]:
     return [Path(command[-1]).stem for command in commands]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "locks"),
-    [
-        pytest.param((), ["build", "torch_cpu"], id="nvcc"),
-        pytest.param(("--locked",), ["build", "torch_cpu", "cuda"], id="locked"),
-        pytest.param(("--cuda", "12"), ["build", "torch_cpu", "cuda12"], id="cuda"),
-        pytest.param(("--cuda=12", "--locked"), ["build", "torch_cpu", "cuda12"], id="both"),
-        pytest.param(("--arch", OTHER), ["build", "torch_cpu", "cuda", "cuda"], id="arch"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "locks"), [
+    pytest.param((), ["build", "torch_cpu"], id="nvcc"),
+    pytest.param(("--locked",), ["build", "torch_cpu", "cuda"], id="locked"),
+    pytest.param(("--cuda", "12"), ["build", "torch_cpu", "cuda12"], id="cuda"),
+    pytest.param(("--cuda=12", "--locked"), ["build", "torch_cpu", "cuda12"], id="both"),
+    pytest.param(("--arch", OTHER), ["build", "torch_cpu", "cuda", "cuda"], id="arch"),
+])  # fmt: skip
 def test_compilers_are_those_that_the_build_is_asked_for(
     sessions: ModuleType, arguments: tuple[str, ...], locks: list[str]
 ) -> None:

@@ -125,19 +125,16 @@ set(CMAKE_CUDA_COMPILER_VERSION {})
 set(FLASH_ATTENTION_COMPRESS_MODE "{}")"""
 
 
-@pytest.mark.parametrize(
-    ("part", "program", "expected"),
-    [
-        ("Jobs", "", "CMake Error at .*expected Ninja"),
-        ("Link", "set(CMAKE_SYSTEM_PROCESSOR ppc64le)", "CMake Error at .*got Linux on ppc64le"),
-        # What the oldest driver of the toolkit reads.
-        ("Compress", COMPRESS.format("12.4.131", ""), ":-Xfatbin=-compress-all>"),
-        ("Compress", COMPRESS.format("12.9.86", ""), ":--compress-mode=speed>"),
-        ("Compress", COMPRESS.format("13.0.88", ""), ":--compress-mode=size>"),
-        ("Compress", COMPRESS.format("12.9.86", "size"), ":--compress-mode=size>"),
-        ("Compress", COMPRESS.format("12.4.131", "size"), "CMake Error at .*no --compress-mode"),
-    ],
-)
+@pytest.mark.parametrize(("part", "program", "expected"), [
+    ("Jobs", "", "CMake Error at .*expected Ninja"),
+    ("Link", "set(CMAKE_SYSTEM_PROCESSOR ppc64le)", "CMake Error at .*got Linux on ppc64le"),
+    # What the oldest driver of the toolkit reads.
+    ("Compress", COMPRESS.format("12.4.131", ""), ":-Xfatbin=-compress-all>"),
+    ("Compress", COMPRESS.format("12.9.86", ""), ":--compress-mode=speed>"),
+    ("Compress", COMPRESS.format("13.0.88", ""), ":--compress-mode=size>"),
+    ("Compress", COMPRESS.format("12.9.86", "size"), ":--compress-mode=size>"),
+    ("Compress", COMPRESS.format("12.4.131", "size"), "CMake Error at .*no --compress-mode"),
+])  # fmt: skip
 def test_what_cmake_says_at_configure(
     tmp_path: Path, part: str, program: str, expected: str
 ) -> None:

@@ -47,13 +47,10 @@ FILES: Mapping[str, str] = {
 }
 
 PREPARED = {
-    "flash_attn/src/softmax.h",
-    "flash_attn/src/fwd.cu",
-    "cutlass/include/cutlass/cutlass.h",
-    "cutlass/include/cute/tensor.hpp",
-    "licenses/FlashAttention-LICENSE",
+    "flash_attn/src/softmax.h", "flash_attn/src/fwd.cu", "cutlass/include/cutlass/cutlass.h",
+    "cutlass/include/cute/tensor.hpp", "licenses/FlashAttention-LICENSE",
     "licenses/CUTLASS-LICENSE.txt",
-}
+}  # fmt: skip
 
 PATCH = f"""Targets {NAME} {VERSION}.
 

@@ -26,13 +26,10 @@ from .plugin import Conformance
 
 # Of the source distribution: the tests, and the rotary embedding in Triton that they compare with.
 _FILES = (
-    "tests/test_flash_attn.py",
-    "flash_attn/layers/__init__.py",
-    "flash_attn/layers/rotary.py",
-    "flash_attn/ops/__init__.py",
-    "flash_attn/ops/triton/__init__.py",
+    "tests/test_flash_attn.py", "flash_attn/layers/__init__.py", "flash_attn/layers/rotary.py",
+    "flash_attn/ops/__init__.py", "flash_attn/ops/triton/__init__.py",
     "flash_attn/ops/triton/rotary.py",
-)
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -121,12 +121,9 @@ def kvcache_call(head_dim: int = HEAD_DIM) -> Call:
 
 # Changes of kvcache_call: keys in pages, and nothing that is appended.
 PAGES: dict[str, Any] = {
-    "k_cache": normal(4, 16, 2, 32),
-    "v_cache": normal(4, 16, 2, 32),
-    "block_table": int32(0, 1, 2, 3).reshape(2, 2),
-    "rotary_cos": None,
-    "rotary_sin": None,
-}
+    "k_cache": normal(4, 16, 2, 32), "v_cache": normal(4, 16, 2, 32),
+    "block_table": int32(0, 1, 2, 3).reshape(2, 2), "rotary_cos": None, "rotary_sin": None,
+}  # fmt: skip
 READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
 
 

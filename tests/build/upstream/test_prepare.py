@@ -101,17 +101,13 @@ def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
     assert list(dest.parent.iterdir()) == [dest]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (PATCH.replace("-three", "-drei"), "does not apply"),
-        (PATCH.replace("softmax.h", "other.h"), "No such file"),
-        (PATCH.replace("/flash_attn", "/../flash_attn"), "does not apply"),
-        (PATCH[:-3], "does not apply"),
-        (PATCH.replace(VERSION, "1.0"), f"flash-attn {VERSION}"),
-    ],
-    ids=["hunk", "file", "parent", "cut off", "other pin"],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    (PATCH.replace("-three", "-drei"), "does not apply"),
+    (PATCH.replace("softmax.h", "other.h"), "No such file"),
+    (PATCH.replace("/flash_attn", "/../flash_attn"), "does not apply"),
+    (PATCH[:-3], "does not apply"),
+    (PATCH.replace(VERSION, "1.0"), f"flash-attn {VERSION}"),
+], ids=["hunk", "file", "parent", "cut off", "other pin"])  # fmt: skip
 def test_patch_that_does_not_apply(pin: Pin, dest: Path, text: str, words: str) -> None:
     before = pin.path.read_bytes()
     (pin.path.parent / "patches" / FIRST).write_text(text)

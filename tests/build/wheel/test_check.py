@@ -107,16 +107,13 @@ def test_a_library_that_is_wrong(tmp_path: Path, arguments: dict[str, Any], expe
     assert expected in problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("torch_target", "2.1", "but is said to run from 2.1"),
-        ("instances", [], "lists no instance"),
-        ("evil", 1, "says more than the build writes: evil"),
-        ("sources", {}, "does not say what sources the GPU code is compiled from"),
-        ("architectures", ["80-real"], "_build_info.json states 80-real"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("torch_target", "2.1", "but is said to run from 2.1"),
+    ("instances", [], "lists no instance"),
+    ("evil", 1, "says more than the build writes: evil"),
+    ("sources", {}, "does not say what sources the GPU code is compiled from"),
+    ("architectures", ["80-real"], "_build_info.json states 80-real"),
+])  # fmt: skip
 def test_build_information_that_is_wrong(
     tmp_path: Path, binary: bytes, name: str, value: object, expected: str
 ) -> None:

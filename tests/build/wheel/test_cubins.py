@@ -61,15 +61,11 @@ def test_a_wheel_of_ptx_alone(tmp_path: Path) -> None:
     assert info == {**INFO, "architectures": ["80-virtual"]}
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (b"\x01" + NVCC[1:], "expected a fat binary"),
-        (NVCC[:100], "expected a fat binary"),
-        (fatbin([(7, 80)]), "unknown kind of entry 7"),
-    ],
-    ids=["magic", "cut short", "kind"],
-)
+@pytest.mark.parametrize(("section", "expected"), [
+    (b"\x01" + NVCC[1:], "expected a fat binary"),
+    (NVCC[:100], "expected a fat binary"),
+    (fatbin([(7, 80)]), "unknown kind of entry 7"),
+], ids=["magic", "cut short", "kind"])  # fmt: skip
 def test_an_unknown_layout_is_an_error(section: bytes, expected: str) -> None:
     with pytest.raises(RefusedError, match=expected):
         cubins.architectures(section)

@@ -38,16 +38,12 @@ def test_two_builds_at_two_times_and_places_give_the_same_bytes(tmp_path: Path) 
 ELSEWHERE = {"needed": ["torch_cpu", "torch_cuda", "elsewhere"]}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (ELSEWHERE, "could not be located"),
-        (ELSEWHERE, "NotImplementedError"),
-        # What start-up code of a current glibc is bound to.
-        ({"calls": ["__libc_start_main"], "needed": []}, "GLIBC_2.34"),
-    ],
-    ids=["library", "library that could be copied in", "glibc"],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (ELSEWHERE, "could not be located"),
+    (ELSEWHERE, "NotImplementedError"),
+    # What start-up code of a current glibc is bound to.
+    ({"calls": ["__libc_start_main"], "needed": []}, "GLIBC_2.34"),
+], ids=["library", "library that could be copied in", "glibc"])  # fmt: skip
 def test_what_the_platform_does_not_allow_is_refused(
     tmp_path: Path,
     arguments: dict[str, Any],

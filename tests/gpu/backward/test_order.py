@@ -62,14 +62,11 @@ def test_terms_tell_orders_apart() -> None:
 
 @HEAD_DIM
 @pytest.mark.parametrize("heads", [2, None], ids=["few-heads", "a-head-for-each-multiprocessor"])
-@pytest.mark.parametrize(
-    ("window", "visible"),
-    [
-        pytest.param((-1, -1), {0: (0, 1024), 700: (0, 1024)}, id="full"),
-        pytest.param((-1, 0), {255: (0, 256), 511: (0, 512), 1023: (0, 1024)}, id="causal"),
-        pytest.param((511, 0), {511: (0, 512), 1023: (512, 1024)}, id="window"),
-    ],
-)
+@pytest.mark.parametrize(("window", "visible"), [
+    pytest.param((-1, -1), {0: (0, 1024), 700: (0, 1024)}, id="full"),
+    pytest.param((-1, 0), {255: (0, 256), 511: (0, 512), 1023: (0, 1024)}, id="causal"),
+    pytest.param((511, 0), {511: (0, 512), 1023: (512, 1024)}, id="window"),
+])  # fmt: skip
 def test_dq_takes_key_blocks_first_to_last(
     window: tuple[int, int], visible: dict[int, tuple[int, int]], heads: int | None, head_dim: int
 ) -> None:

@@ -39,17 +39,13 @@ def test_drawn_calls(seed: int) -> None:
     assert not unequal_paths(call), call.words
 
 
-@pytest.mark.parametrize(
-    ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "path"),
-    [
-        (1, 1, 4096, 32, 8, "scores-first"),
-        (2, 5, 4096, 32, 8, "scores-first"),
-        (64, 1, 4096, 32, 8, "few-rows"),
-        (64, 16, 4096, 32, 8, "few-rows"),
-        (1, 1, 200, 8, 8, "few-rows"),
-    ],
-    ids=["one-sequence", "queries", "batch", "queries-of-a-batch", "short"],
-)
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "path"), [
+    (1, 1, 4096, 32, 8, "scores-first"),
+    (2, 5, 4096, 32, 8, "scores-first"),
+    (64, 1, 4096, 32, 8, "few-rows"),
+    (64, 16, 4096, 32, 8, "few-rows"),
+    (1, 1, 200, 8, 8, "few-rows"),
+], ids=["one-sequence", "queries", "batch", "queries-of-a-batch", "short"])  # fmt: skip
 def test_the_path_follows_from_what_fills_the_gpu(
     batch: int,
     seqlen_q: int,

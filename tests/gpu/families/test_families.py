@@ -146,19 +146,16 @@ BACKWARD = named([(d, t) for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 25
 BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
 
 
-@pytest.mark.parametrize(
-    ("sms", "seqlen", "window", "family", "share", "least"),
-    [
-        pytest.param(132, 4096, (-1, -1), "sm90", 6, 2, id="full"),
-        pytest.param(132, 4096, (-1, 0), "sm90", 3, 4, id="causal"),
-        pytest.param(132, 4096, (256, 0), "sm90", 3, 4, id="window"),
-        pytest.param(132, 512, (-1, 0), "sm90", 3, 4, id="short"),
-        pytest.param(132, 64, (-1, 0), "sm90", 3, 4, id="as-many-as-SMs"),
-        pytest.param(132, 32_768, (-1, -1), "sm90", 6, 2, id="long"),
-        pytest.param(1, 4096, (-1, -1), "sm90", 6, 2, id="one-sm"),
-        pytest.param(132, 4096, (-1, 0), "sm80", 3, 4, id="sm80-causal"),
-    ],
-)
+@pytest.mark.parametrize(("sms", "seqlen", "window", "family", "share", "least"), [
+    pytest.param(132, 4096, (-1, -1), "sm90", 6, 2, id="full"),
+    pytest.param(132, 4096, (-1, 0), "sm90", 3, 4, id="causal"),
+    pytest.param(132, 4096, (256, 0), "sm90", 3, 4, id="window"),
+    pytest.param(132, 512, (-1, 0), "sm90", 3, 4, id="short"),
+    pytest.param(132, 64, (-1, 0), "sm90", 3, 4, id="as-many-as-SMs"),
+    pytest.param(132, 32_768, (-1, -1), "sm90", 6, 2, id="long"),
+    pytest.param(1, 4096, (-1, -1), "sm90", 6, 2, id="one-sm"),
+    pytest.param(132, 4096, (-1, 0), "sm80", 3, 4, id="sm80-causal"),
+])  # fmt: skip
 def test_sums_of_heads_side_by_side_fit_into_a_share_of_l2(
     sms: int, seqlen: int, window: tuple[int, int], family: str, share: int, least: int
 ) -> None:

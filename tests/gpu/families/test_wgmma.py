@@ -66,21 +66,18 @@ def run(
 
 @pytest.mark.parametrize("drawn", DRAWN)
 @pytest.mark.parametrize("k", [64, 256])
-@pytest.mark.parametrize(
-    ("columns", "transposed", "way"),
-    [
-        pytest.param(64, False, "shared", id="qk-64"),
-        pytest.param(128, False, "shared", id="qk-128"),
-        pytest.param(64, False, "registers", id="qk-64-registers"),
-        pytest.param(128, False, "registers", id="qk-128-registers"),
-        pytest.param(32, True, "registers", id="pv-32"),
-        pytest.param(64, True, "registers", id="pv-64"),
-        pytest.param(96, True, "registers", id="pv-96"),
-        pytest.param(128, True, "registers", id="pv-128"),
-        pytest.param(192, True, "registers", id="pv-192"),
-        pytest.param(256, True, "registers", id="pv-256"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "transposed", "way"), [
+    pytest.param(64, False, "shared", id="qk-64"),
+    pytest.param(128, False, "shared", id="qk-128"),
+    pytest.param(64, False, "registers", id="qk-64-registers"),
+    pytest.param(128, False, "registers", id="qk-128-registers"),
+    pytest.param(32, True, "registers", id="pv-32"),
+    pytest.param(64, True, "registers", id="pv-64"),
+    pytest.param(96, True, "registers", id="pv-96"),
+    pytest.param(128, True, "registers", id="pv-128"),
+    pytest.param(192, True, "registers", id="pv-192"),
+    pytest.param(256, True, "registers", id="pv-256"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_wgmma_equals_mma_sync(
     dtype: str, columns: int, transposed: bool, way: str, k: int, drawn: str, library: ctypes.CDLL

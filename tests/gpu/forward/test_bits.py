@@ -52,20 +52,17 @@ def test_rows_without_causal_mask(head_dim: int, dtype: str) -> None:
 
 
 @CAUSAL
-@pytest.mark.parametrize(
-    ("head_dim", "larger"),
-    [
-        (1, 8),
-        (36, 40),
-        (65, 72),
-        (100, 104),
-        (250, 256),
-        (40, 64),
-        (72, 96),
-        (112, 128),
-        (224, 256),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "larger"), [
+    (1, 8),
+    (36, 40),
+    (65, 72),
+    (100, 104),
+    (250, 256),
+    (40, 64),
+    (72, 96),
+    (112, 128),
+    (224, 256),
+])  # fmt: skip
 def test_padded_head_dim(head_dim: int, larger: int, causal: bool) -> None:
     """To a multiple of 8 by hand; to the kernel's, whose even and uneven instances agree."""
     q, k, v = draw(head_dim, "bf16")

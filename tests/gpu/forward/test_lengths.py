@@ -150,15 +150,11 @@ def test_cache_with_more_sequences_than_the_batch() -> None:
     assert same_bits(out, same)
 
 
-@pytest.mark.parametrize(
-    ("argument", "dtype", "softmax_scale", "split_size"),
-    [
-        ("q", torch.float32, 0.125, 2048),
-        ("softmax_scale", torch.bfloat16, 0.0, 2048),
-        ("split_size", torch.bfloat16, 0.125, 2**31),
-    ],
-    ids=["dtype", "scale", "split-size"],
-)
+@pytest.mark.parametrize(("argument", "dtype", "softmax_scale", "split_size"), [
+    ("q", torch.float32, 0.125, 2048),
+    ("softmax_scale", torch.bfloat16, 0.0, 2048),
+    ("split_size", torch.bfloat16, 0.125, 2**31),
+], ids=["dtype", "scale", "split-size"])  # fmt: skip
 def test_a_refused_call_leaves_the_cache_alone(
     argument: str, dtype: torch.dtype, softmax_scale: float, split_size: int
 ) -> None:

@@ -159,15 +159,12 @@ def test_memory_is_what_explain_says() -> None:
     assert held[True] - held[False] == said == 2 * call.q.numel()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda r: r.half(), id="dtype"),
-        pytest.param(lambda r: r[:, 1:], id="shape"),
-        pytest.param(lambda r: r.transpose(1, 2).contiguous().transpose(1, 2), id="strides"),
-        pytest.param(lambda r: r.cpu(), id="device"),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    pytest.param(lambda r: r.half(), id="dtype"),
+    pytest.param(lambda r: r[:, 1:], id="shape"),
+    pytest.param(lambda r: r.transpose(1, 2).contiguous().transpose(1, 2), id="strides"),
+    pytest.param(lambda r: r.cpu(), id="device"),
+])  # fmt: skip
 def test_wrong_residual(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     q, k, v = make_qkv((2, 9, 4, 64))
     rest = (None, None, 0.0, 0.125, -1, -1, 0.0)

@@ -47,15 +47,12 @@ def test_no_plan_takes_more(
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("batch", "seqlen_q", "seqlen_k", "paths"),
-    [
-        pytest.param(4, 4096, 4096, ("one-cta",), id="prefill"),
-        pytest.param(1, 1, 32_768, ("few-rows", "scores-first", "parts"), id="decode"),
-        pytest.param(2, 1, 131_072, ("few-rows", "scores-first", "parts"), id="long-decode"),
-        pytest.param(2, 512, 8192, ("parts",), id="chunk"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k", "paths"), [
+    pytest.param(4, 4096, 4096, ("one-cta",), id="prefill"),
+    pytest.param(1, 1, 32_768, ("few-rows", "scores-first", "parts"), id="decode"),
+    pytest.param(2, 1, 131_072, ("few-rows", "scores-first", "parts"), id="long-decode"),
+    pytest.param(2, 512, 8192, ("parts",), id="chunk"),
+])  # fmt: skip
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (256, "bf16")])
 def test_scratch_is_what_explain_says(
     head_dim: int,

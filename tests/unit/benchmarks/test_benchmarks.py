@@ -49,14 +49,11 @@ def test_means_are_those_of_the_result() -> None:
     assert "Not measured, for want of time: 1" in text
 
 
-@pytest.mark.parametrize(
-    ("text", "results", "message"),
-    [
-        (page("nothing"), {}, "no table 'nothing'; there are accuracy"),
-        ("<!-- table:summary -->\n", {}, "is not closed"),
-        (page("host"), {"host": {"us": 1}}, "host.json is not of the expected form"),
-    ],
-)
+@pytest.mark.parametrize(("text", "results", "message"), [
+    (page("nothing"), {}, "no table 'nothing'; there are accuracy"),
+    ("<!-- table:summary -->\n", {}, "is not closed"),
+    (page("host"), {"host": {"us": 1}}, "host.json is not of the expected form"),
+])  # fmt: skip
 def test_a_table_that_cannot_be_made_is_named(
     text: str, results: dict[str, Any], message: str
 ) -> None:

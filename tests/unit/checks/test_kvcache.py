@@ -110,15 +110,12 @@ def test_misaligned_rows(cache: torch.Tensor, message: str) -> None:
     assert bits_equal(kvcache_call()(k_cache=cache), contiguous)
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [
-        pytest.param(CACHE, id="contiguous"),
-        pytest.param(normal(2, 20, 3, 40)[:, :, 1:, 8:], id="slice"),
-        pytest.param(normal(1, 20, 1, 32).as_strided((1, 20, 1, 32), (7, 32, 5, 1)), id="one"),
-        pytest.param(normal(2, 20, 2, 36).to("meta")[..., :32], id="meta-checked-by-the-op"),
-    ],
-)
+@pytest.mark.parametrize("cache", [
+    pytest.param(CACHE, id="contiguous"),
+    pytest.param(normal(2, 20, 3, 40)[:, :, 1:, 8:], id="slice"),
+    pytest.param(normal(1, 20, 1, 32).as_strided((1, 20, 1, 32), (7, 32, 5, 1)), id="one"),
+    pytest.param(normal(2, 20, 2, 36).to("meta")[..., :32], id="meta-checked-by-the-op"),
+])  # fmt: skip
 def test_aligned_rows(cache: torch.Tensor) -> None:
     if cache.device.type == "meta":
         cache = torch._subclasses.FakeTensorMode().from_tensor(cache)

@@ -44,12 +44,9 @@ def test_cache_filled_in_chunks(feature: str, interleaved: bool) -> None:
     call = drawn(feature, 2, 67, 67)
     angle = torch.arange(80.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.02])
     options: dict[str, Any] = {
-        "rotary_cos": angle.cos().to(call.q.dtype),
-        "rotary_sin": angle.sin().to(call.q.dtype),
-        "rotary_interleaved": interleaved,
-        "return_softmax_lse": True,
-        **call.keywords,
-    }
+        "rotary_cos": angle.cos().to(call.q.dtype), "rotary_sin": angle.sin().to(call.q.dtype),
+        "rotary_interleaved": interleaved, "return_softmax_lse": True, **call.keywords,
+    }  # fmt: skip
     results = []
     for cuts in ([0, 67], [0, 15, 16, 49, 67], [0, 1, 2, 3, 64, 65, 66, 67]):
         caches = [garbage((2, 80, 2, 16), call.q) for _ in "kv"]

@@ -142,14 +142,11 @@ def test_all_ranks_refuse(
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("what", "heads", "part"),
-    [
-        ({"attn_mask": torch.ones(8, 8).bool()}, 4, "attn_mask: expected None over several"),
-        ({}, 2, "key: expected 4 heads, as query, without enable_gqa, got 2"),
-        ({"dropout_p": 0.5}, 4, r"dropout_p: expected 0\.0 on several ranks, got 0\.5"),
-    ],
-)
+@pytest.mark.parametrize(("what", "heads", "part"), [
+    ({"attn_mask": torch.ones(8, 8).bool()}, 4, "attn_mask: expected None over several"),
+    ({}, 2, "key: expected 4 heads, as query, without enable_gqa, got 2"),
+    ({"dropout_p": 0.5}, 4, r"dropout_p: expected 0\.0 on several ranks, got 0\.5"),
+])  # fmt: skip
 def test_sdpa(what: dict[str, Any], heads: int, part: str) -> None:
     q, k = (torch.ones(1, count, 8, 16, dtype=torch.bfloat16) for count in (4, heads))
     with distributed.SdpaOverRanks(), pytest.raises(package.FlashAttnError, match=part):
@@ -220,15 +217,11 @@ def test_a_mesh_in_another_order(pool: Pool) -> None:
 STEPS: dict[str, tuple[tuple[str, str], str]] = {
     "forwards of other shapes": (("A", "B"), "ArgumentError: expected the same on all 2 ranks"),
     "forwards in another order": (("AB", "BA"), "ArgumentError: expected the same on all 2 ranks"),
-    "backwards of one shape in another order": (
-        ("AAab", "AAba"),
-        "found a difference in the number of the forward: ",
-    ),
-    "a forward against a backward": (
-        ("Aa", "AA"),
-        "in call: backward on rank 0, forward on rank 1",
-    ),
-}
+    "backwards of one shape in another order": (("AAab", "AAba"),
+        "found a difference in the number of the forward: "),
+    "a forward against a backward": (("Aa", "AA"),
+        "in call: backward on rank 0, forward on rank 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("settled", ["", "always"], ids=["first", "always"])
@@ -300,15 +293,12 @@ def test_a_rank_with_another_wheel(pool: Pool, name: str) -> None:
         assert f"a difference in {name}: 1 on rank 0, 2 on rank 1" in message
 
 
-@pytest.mark.parametrize(
-    ("how", "when", "part"),
-    [
-        ("killed", "first", "rank 1 did not make call 1 of this group"),
-        ("silent", "first", "rank 1 did not make call 1 of this group"),
-        # Ranks wait for its messages then; gloo finds that the connection has ended.
-        ("killed", "later", "rows and keys did not arrive: another"),
-    ],
-)
+@pytest.mark.parametrize(("how", "when", "part"), [
+    ("killed", "first", "rank 1 did not make call 1 of this group"),
+    ("silent", "first", "rank 1 did not make call 1 of this group"),
+    # Ranks wait for its messages then; gloo finds that the connection has ended.
+    ("killed", "later", "rows and keys did not arrive: another"),
+])  # fmt: skip
 def test_a_rank_that_dies(how: str, when: str, part: str) -> None:
     """The program of the tests on two GPUs, which end as soon as the first rank does."""
     ended = dying_rank.run("cpu", how, 5, 20, {}, when)
@@ -390,18 +380,15 @@ def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> No
             distributed.unshard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("starts", "rank", "size", "message"),
-    [
-        pytest.param([0, 3, 7], 0, 2, "a total that divides by 2 ranks, got 7", id="total"),
-        pytest.param([0, 9, 4], 0, 2, "cu_seqlens: expected elements that do not", id="falling"),
-        pytest.param([1, 4], 0, 1, "cu_seqlens: expected 0 as its first element", id="first"),
-        pytest.param([0, 4], 2, 2, "rank: expected 0 to world_size - 1, got 2", id="rank"),
-        pytest.param([0, 4], -1, 2, "rank: expected 0 to world_size - 1, got -1", id="negative"),
-        pytest.param([0, 4], 0, 0, "got 0 with world_size 0", id="no-ranks"),
-        pytest.param([0, 4], 0, 1.0, "world_size: expected an int, got float", id="float"),
-    ],
-)
+@pytest.mark.parametrize(("starts", "rank", "size", "message"), [
+    pytest.param([0, 3, 7], 0, 2, "a total that divides by 2 ranks, got 7", id="total"),
+    pytest.param([0, 9, 4], 0, 2, "cu_seqlens: expected elements that do not", id="falling"),
+    pytest.param([1, 4], 0, 1, "cu_seqlens: expected 0 as its first element", id="first"),
+    pytest.param([0, 4], 2, 2, "rank: expected 0 to world_size - 1, got 2", id="rank"),
+    pytest.param([0, 4], -1, 2, "rank: expected 0 to world_size - 1, got -1", id="negative"),
+    pytest.param([0, 4], 0, 0, "got 0 with world_size 0", id="no-ranks"),
+    pytest.param([0, 4], 0, 1.0, "world_size: expected an int, got float", id="float"),
+])  # fmt: skip
 def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, message: str) -> None:
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     with pytest.raises(package.FlashAttnError, match=message):

@@ -64,14 +64,11 @@ def test_other_schema_is_refused(schema: object) -> None:
         parse({**RECORD, "schema": schema})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        pytest.param("tiles", {"wide": RECORD["tiles"]["64"]}, "wide", id="tiles"),
-        pytest.param("bits_version", "two", "two", id="bits_version"),
-        pytest.param("sources", ["a"], "sequence", id="sources"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "words"), [
+    pytest.param("tiles", {"wide": RECORD["tiles"]["64"]}, "wide", id="tiles"),
+    pytest.param("bits_version", "two", "two", id="bits_version"),
+    pytest.param("sources", ["a"], "sequence", id="sources"),
+])  # fmt: skip
 def test_field_of_a_wrong_type_is_an_error(field: str, value: object, words: str) -> None:
     with pytest.raises(BuildInfoError, match=words):
         parse({**RECORD, field: value})

@@ -160,16 +160,13 @@ def test_a_wrong_buffer_is_refused_before_anything_runs() -> None:
     assert not dq.any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"return_softmax": True}, "return_softmax: expected False", id="probs"),
-        pytest.param({"softmax_scale": -1.0}, "softmax_scale: expected a positive", id="scale"),
-        pytest.param({"cu_seqlens_q": None}, "cu_seqlens_q: expected a torch.Tensor", id="none"),
-        pytest.param({"max_seqlen_q": "13"}, "max_seqlen_q: expected an int, got str", id="str"),
-        pytest.param({"block_table": int32(1)}, "k: expected 4 dimensions", id="pages"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    pytest.param({"return_softmax": True}, "return_softmax: expected False", id="probs"),
+    pytest.param({"softmax_scale": -1.0}, "softmax_scale: expected a positive", id="scale"),
+    pytest.param({"cu_seqlens_q": None}, "cu_seqlens_q: expected a torch.Tensor", id="none"),
+    pytest.param({"max_seqlen_q": "13"}, "max_seqlen_q: expected an int, got str", id="str"),
+    pytest.param({"block_table": int32(1)}, "k: expected 4 dimensions", id="pages"),
+])  # fmt: skip
 def test_wrong_arguments_of_a_forward_are_refused_as_in_other_calls(
     changes: dict[str, Any], message: str
 ) -> None:

@@ -16,15 +16,12 @@ varlen_func: Any = package.flash_attn_varlen_func
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["returned", "output"])
-@pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [
-        pytest.param(torch.bfloat16, (), id="16-bits"),
-        pytest.param(torch.float8_e4m3fn, (), id="8-bits"),
-        # A power of two rounds no query, so that k_descale has the same bits in both.
-        pytest.param(torch.float8_e4m3fn, (0.25, 0.0137), id="8-bits-scales"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "scales"), [
+    pytest.param(torch.bfloat16, (), id="16-bits"),
+    pytest.param(torch.float8_e4m3fn, (), id="8-bits"),
+    # A power of two rounds no query, so that k_descale has the same bits in both.
+    pytest.param(torch.float8_e4m3fn, (0.25, 0.0137), id="8-bits-scales"),
+])  # fmt: skip
 def test_bits_are_those_of_the_function(
     dtype: torch.dtype, scales: tuple[float, ...], given: bool
 ) -> None:

@@ -92,14 +92,11 @@ class Engine:
         return out.view(-1, HEADS, HEAD_DIM)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"sliding_window_size": 9, "logit_cap": 5.0}, id="window-softcap"),
-        pytest.param({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, id="sinks"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({}, id="plain"),
+    pytest.param({"sliding_window_size": 9, "logit_cap": 5.0}, id="window-softcap"),
+    pytest.param({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, id="sinks"),
+])  # fmt: skip
 def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, Any]) -> None:
     whole = Engine(**options).step((1, 0, 40))
     engine = Engine(**options)
@@ -124,14 +121,11 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
     assert bits_equal(whole, expected[0])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("none", id="no-scales"),
-        pytest.param("checkpoint", id="scales-of-a-checkpoint"),
-        pytest.param("file", id="scales-of-a-file"),
-    ],
-)
+@pytest.mark.parametrize("kind", [
+    pytest.param("none", id="no-scales"),
+    pytest.param("checkpoint", id="scales-of-a-checkpoint"),
+    pytest.param("file", id="scales-of-a-file"),
+])  # fmt: skip
 def test_caches_in_8_bits(kind: str) -> None:
     """Steps have the bits of one prefill, and of our function on the pages with their scales."""
     k_scale, v_scale = (1.0, 1.0) if kind == "none" else (0.0371, 0.013)

@@ -228,14 +228,11 @@ def test_other_names_are_left_to_transformers() -> None:
         transformers.modeling_flash_attention_utils._lazy_imports("flash_no_such")
 
 
-@pytest.mark.parametrize(
-    ("seen", "new", "places", "width"),
-    [
-        pytest.param(0, 8, 8, None, id="no-cache"),
-        pytest.param(5, 1, 6, None, id="full"),
-        pytest.param(torch.tensor(5), 3, 32, 8, id="free-places"),
-    ],
-)
+@pytest.mark.parametrize(("seen", "new", "places", "width"), [
+    pytest.param(0, 8, 8, None, id="no-cache"),
+    pytest.param(5, 1, 6, None, id="full"),
+    pytest.param(torch.tensor(5), 3, 32, 8, id="free-places"),
+])  # fmt: skip
 def test_width_of_the_mask_is_the_filled_part_of_a_cache(
     seen: int | torch.Tensor, new: int, places: int, width: int | None
 ) -> None:

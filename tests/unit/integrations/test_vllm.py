@@ -50,14 +50,11 @@ def test_processes_that_do_not_ask_keep_their_custom_backend(
     assert not AttentionBackendEnum.CUSTOM.is_overridden()
 
 
-@pytest.mark.parametrize(
-    ("name", "own_name"),
-    [
-        pytest.param("AttentionBackend", "DeterministicBackend", id="backend"),
-        pytest.param("AttentionMetadataBuilder", "DeterministicBuilder", id="builder"),
-        pytest.param("AttentionImpl", "DeterministicImpl", id="impl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "own_name"), [
+    pytest.param("AttentionBackend", "DeterministicBackend", id="backend"),
+    pytest.param("AttentionMetadataBuilder", "DeterministicBuilder", id="builder"),
+    pytest.param("AttentionImpl", "DeterministicImpl", id="impl"),
+])  # fmt: skip
 def test_no_abstract_methods_and_the_parameters_of_vllm(name: str, own_name: str) -> None:
     theirs, mine = getattr(base, name), getattr(ours, own_name)
     assert not inspect.isabstract(mine)
@@ -168,15 +165,12 @@ class Engine:
         return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"sliding_window": 9, "logits_soft_cap": 5.0}, id="window-softcap"),
-        pytest.param({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, id="alibi"),
-        pytest.param({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, id="sinks"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({}, id="plain"),
+    pytest.param({"sliding_window": 9, "logits_soft_cap": 5.0}, id="window-softcap"),
+    pytest.param({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, id="alibi"),
+    pytest.param({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, id="sinks"),
+])  # fmt: skip
 def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, Any]) -> None:
     whole = Engine(**options).step((0, 0, 40))
     engine = Engine(**options)

@@ -20,13 +20,10 @@ from flash_attn_deterministic.errors import (
 FP8 = torch.float8_e4m3fn
 CACHES = pytest.mark.parametrize("make", [kvcache_call, paged_call], ids=["cache", "packed-pages"])
 FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"window_size": (3, 2), "causal": False},
-    "softcap": {"softcap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, -0.2, 1.0])},
-    "sink": {"learnable_sink": torch.tensor([0.5, -1.0, 2.0, 30.0])},
-    "splits": {"split_size": 64},
-}
+    "causal": {"causal": True}, "window": {"window_size": (3, 2), "causal": False},
+    "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, -0.2, 1.0])},
+    "sink": {"learnable_sink": torch.tensor([0.5, -1.0, 2.0, 30.0])}, "splits": {"split_size": 64},
+}  # fmt: skip
 
 
 def names(call: Call) -> tuple[str, str]:

@@ -210,29 +210,23 @@ def test_objects_that_can_be_decorated() -> None:
     assert deterministic_mode(split_size=512)(module)(7) == 7
 
 
-@pytest.mark.parametrize(
-    ("function", "kind"),
-    [
-        pytest.param(_coroutine, "a coroutine function", id="coroutine"),
-        pytest.param(_generator, "a generator function", id="generator"),
-        pytest.param(_async_generator, "an async generator function", id="async-generator"),
-        pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
-        pytest.param(512, "int, which can't be called", id="number"),
-    ],
-)
+@pytest.mark.parametrize(("function", "kind"), [
+    pytest.param(_coroutine, "a coroutine function", id="coroutine"),
+    pytest.param(_generator, "a generator function", id="generator"),
+    pytest.param(_async_generator, "an async generator function", id="async-generator"),
+    pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
+    pytest.param(512, "int, which can't be called", id="number"),
+])  # fmt: skip
 def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"function: expected .* got {kind}"):
         deterministic_mode(split_size=512)(function)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind"),
-    [
-        pytest.param(lambda: _generator(), "generator", id="generator"),
-        pytest.param(lambda: _async_generator(), "async_generator", id="async-generator"),
-        pytest.param(lambda: _coroutine(), "coroutine", id="coroutine"),
-    ],
-)
+@pytest.mark.parametrize(("function", "kind"), [
+    pytest.param(lambda: _generator(), "generator", id="generator"),
+    pytest.param(lambda: _async_generator(), "async_generator", id="async-generator"),
+    pytest.param(lambda: _coroutine(), "coroutine", id="coroutine"),
+])  # fmt: skip
 def test_functions_that_return_a_coroutine_or_generator(function: Any, kind: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"got one that returned a {kind}, whose body"):
         deterministic_mode(split_size=512)(function)()

@@ -16,14 +16,11 @@ SOURCES = {"cpp": "a" * 64, "cmake": "b" * 64}
 def record(**changes: Any) -> dict[str, Any]:
     """A result of today's kernels."""
     whole = {
-        "date": "2026-11-24",
-        "command": "python -m benchmarks",
-        "hardware": {"gpu": "NVIDIA H200"},
-        "versions": {"torch": "2.13.0"},
+        "date": "2026-11-24", "command": "python -m benchmarks",
+        "hardware": {"gpu": "NVIDIA H200"}, "versions": {"torch": "2.13.0"},
         "wheel": {"name": "a.whl", "sha256": "c" * 64},
-        "sources": {**SOURCES, "pyproject.toml": "d" * 64},
-        **changes,
-    }
+        "sources": {**SOURCES, "pyproject.toml": "d" * 64}, **changes,
+    }  # fmt: skip
     return {name: value for name, value in whole.items() if value is not None}
 
 
@@ -38,20 +35,16 @@ def test_results_of_todays_kernels_pass(tmp_path: Path) -> None:
     assert found(tmp_path, forward=record(), report={"provenance": inner}) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"date": None}, "date: missing"),
-        ({"command": ""}, "command: missing"),
-        ({"hardware": {}}, "hardware: missing"),
-        ({"wheel": None}, "wheel: missing, or without its sha256"),
-        ({"wheel": {"name": "a.whl", "sha256": None}}, "wheel: missing, or without its sha256"),
-        ({"sources": None}, "sources: missing"),
-        ({"sources": {"cpp": "a" * 64}}, "stale: of other kernels (cmake differ)"),
-        ({"sources": {**SOURCES, "cpp": "0"}}, "stale: of other kernels (cpp differ)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"date": None}, "date: missing"),
+    ({"command": ""}, "command: missing"),
+    ({"hardware": {}}, "hardware: missing"),
+    ({"wheel": None}, "wheel: missing, or without its sha256"),
+    ({"wheel": {"name": "a.whl", "sha256": None}}, "wheel: missing, or without its sha256"),
+    ({"sources": None}, "sources: missing"),
+    ({"sources": {"cpp": "a" * 64}}, "stale: of other kernels (cmake differ)"),
+    ({"sources": {**SOURCES, "cpp": "0"}}, "stale: of other kernels (cpp differ)"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_missing_or_stale_is_named(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:

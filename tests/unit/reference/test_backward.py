@@ -19,14 +19,11 @@ SCALE = 0.3
 
 # Keyword arguments of both reference.attention and `definition`.
 FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (3, 2)},
-    "window-left": {"window": (2, -1)},
-    "softcap": {"softcap": 1.5},
+    "full": {}, "causal": {"causal": True}, "window": {"window": (3, 2)},
+    "window-left": {"window": (2, -1)}, "softcap": {"softcap": 1.5},
     "alibi": {"causal": True, "alibi_slopes": SLOPES},
     "everything": {"window": (4, 1), "softcap": 2.0, "alibi_slopes": SLOPES},
-}
+}  # fmt: skip
 features = pytest.mark.parametrize("feature", FEATURES)
 heads = pytest.mark.parametrize("nheads_k", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 # Some have keys that no row sees, or rows that see no key.

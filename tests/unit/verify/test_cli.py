@@ -99,14 +99,11 @@ def test_each_section_has_its_exit_status(
     assert read(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("failed", "expected"),
-    [
-        *((name, Exit.PERFORMANCE) for name in tasks.TIMED),
-        ("decode contract", Exit.CONTRACT),
-        ("contract environment accuracy", Exit.ENVIRONMENT),
-    ],
-)
+@pytest.mark.parametrize(("failed", "expected"), [
+    *((name, Exit.PERFORMANCE) for name in tasks.TIMED),
+    ("decode contract", Exit.CONTRACT),
+    ("contract environment accuracy", Exit.ENVIRONMENT),
+])  # fmt: skip
 def test_the_gravest_failed_section_decides(failed: str, expected: Exit) -> None:
     failures = failed.split()
     sections = [
@@ -197,16 +194,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--device tpu", "invalid choice: 'tpu'"),
-        ("--ranks 2 --vllm m", "--vllm: not allowed with argument --ranks"),
-        ("--ranks 2 --allow-source", "--allow-source: expected together with --wheel"),
-        ("--wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
-        ("--ranks 2 --wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--device tpu", "invalid choice: 'tpu'"),
+    ("--ranks 2 --vllm m", "--vllm: not allowed with argument --ranks"),
+    ("--ranks 2 --allow-source", "--allow-source: expected together with --wheel"),
+    ("--wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
+    ("--ranks 2 --wheel no.whl", "--wheel: expected a file that ends in .whl, got no.whl"),
+])  # fmt: skip
 def test_wrong_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(["verify", "--device", "cpu", *words.split()])
@@ -289,23 +283,20 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAIN = "80-real 90-real 80-virtual 90-virtual"
 
 
-@pytest.mark.parametrize(
-    ("names", "capability", "ran", "ptx", "unverified"),
-    [
-        pytest.param(PLAIN, None, "", "", "sm_80 sm_90", id="no-gpu"),
-        pytest.param(PLAIN, "9.0", "sm_90", "", "sm_80", id="hopper"),
-        pytest.param(PLAIN, "8.6", "sm_80", "", "sm_90", id="a-later-minor-version"),
-        pytest.param(PLAIN, "10.0", "", "compute_90", "sm_80 sm_90", id="later"),
-        pytest.param(PLAIN, "7.5", "", "", "sm_80 sm_90", id="earlier"),
-        # A letter ties machine code to one capability.
-        pytest.param("90-real 90a-real 100a-real", "9.0", "sm_90 sm_90a", "", "sm_100a", id="a"),
-        pytest.param("100a-real 100-virtual", "10.3", "", "compute_100", "sm_100a", id="other-a"),
-        # A family of its own runs beside PTX of the others.
-        pytest.param("90a-real 80-virtual", "9.0", "sm_90a", "compute_80", "", id="both"),
-        pytest.param("native 90-real", "9.0", "sm_90", "", "", id="a-form-that-says-nothing"),
-        pytest.param("80-virtual", "9.0", "", "compute_80", "", id="ptx-alone"),
-    ],
-)
+@pytest.mark.parametrize(("names", "capability", "ran", "ptx", "unverified"), [
+    pytest.param(PLAIN, None, "", "", "sm_80 sm_90", id="no-gpu"),
+    pytest.param(PLAIN, "9.0", "sm_90", "", "sm_80", id="hopper"),
+    pytest.param(PLAIN, "8.6", "sm_80", "", "sm_90", id="a-later-minor-version"),
+    pytest.param(PLAIN, "10.0", "", "compute_90", "sm_80 sm_90", id="later"),
+    pytest.param(PLAIN, "7.5", "", "", "sm_80 sm_90", id="earlier"),
+    # A letter ties machine code to one capability.
+    pytest.param("90-real 90a-real 100a-real", "9.0", "sm_90 sm_90a", "", "sm_100a", id="a"),
+    pytest.param("100a-real 100-virtual", "10.3", "", "compute_100", "sm_100a", id="other-a"),
+    # A family of its own runs beside PTX of the others.
+    pytest.param("90a-real 80-virtual", "9.0", "sm_90a", "compute_80", "", id="both"),
+    pytest.param("native 90-real", "9.0", "sm_90", "", "", id="a-form-that-says-nothing"),
+    pytest.param("80-virtual", "9.0", "", "compute_80", "", id="ptx-alone"),
+])  # fmt: skip
 def test_architectures(
     names: str, capability: str | None, ran: str, ptx: str, unverified: str
 ) -> None:

@@ -343,14 +343,11 @@ def test_family(functions: dict[str, Callable[..., Any]], failed: int, words: st
     assert words in found[1]
 
 
-@pytest.mark.parametrize(
-    ("capability", "held", "reason"),
-    [
-        pytest.param((8, 0), "90a-real", "compute capability 8.0 has one family", id="ampere"),
-        pytest.param((9, 0), "90-real", "no 90a-real", id="wheel-without"),
-        pytest.param((9, 0), "90a-real", "", id="hopper"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "held", "reason"), [
+    pytest.param((8, 0), "90a-real", "compute capability 8.0 has one family", id="ampere"),
+    pytest.param((9, 0), "90-real", "no 90a-real", id="wheel-without"),
+    pytest.param((9, 0), "90a-real", "", id="hopper"),
+])  # fmt: skip
 def test_family_needs_a_hopper_gpu_and_its_kernels(
     capability: tuple[int, int], held: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

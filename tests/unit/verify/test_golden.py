@@ -224,16 +224,13 @@ def test_evidence_sees_results_far_from_float64() -> None:
     assert "as far from float64" in words
 
 
-@pytest.mark.parametrize(
-    ("evidence", "words"),
-    [
-        pytest.param({}, "no evidence", id="none"),
-        pytest.param(evidence_of(agreeing=0), "no call ran in both", id="one-family-ran"),
-        pytest.param(evidence_of(ratio=1.1), "float64", id="inaccurate"),
-        pytest.param(evidence_of(ratio=float("nan")), "float64", id="no-number"),
-        pytest.param({**evidence_of(), "families": None}, "one family", id="one-family"),
-    ],
-)
+@pytest.mark.parametrize(("evidence", "words"), [
+    pytest.param({}, "no evidence", id="none"),
+    pytest.param(evidence_of(agreeing=0), "no call ran in both", id="one-family-ran"),
+    pytest.param(evidence_of(ratio=1.1), "float64", id="inaccurate"),
+    pytest.param(evidence_of(ratio=float("nan")), "float64", id="no-number"),
+    pytest.param({**evidence_of(), "families": None}, "one family", id="one-family"),
+])  # fmt: skip
 def test_hashes_need_evidence(evidence: dict[str, Any], words: str) -> None:
     with pytest.raises(GoldenError, match=words):
         Golden(2).added({}, "9.0", entry_of(evidence=evidence), force=True)

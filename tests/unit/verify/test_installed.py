@@ -70,14 +70,11 @@ def test_without_a_wheel_the_record_counts(site: Path) -> None:
     assert inspect(None) == installed.Installed("0.1.0", False, len(FILES), (), None)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "of_wheel", "of_record"),
-    [
-        pytest.param("_C.so", b"other", "not the bytes of the wheel", "differs from", id="changed"),
-        pytest.param("_C.so", None, "in the wheel, but not inst", "cannot be read", id="missing"),
-        pytest.param("left.py", b"", "installed, but not in the wheel", "", id="too-many"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "of_wheel", "of_record"), [
+    pytest.param("_C.so", b"other", "not the bytes of the wheel", "differs from", id="changed"),
+    pytest.param("_C.so", None, "in the wheel, but not inst", "cannot be read", id="missing"),
+    pytest.param("left.py", b"", "installed, but not in the wheel", "", id="too-many"),
+])  # fmt: skip
 def test_files_that_are_not_the_wheels(
     name: str, data: bytes | None, of_wheel: str, of_record: str, site: Path, tmp_path: Path
 ) -> None:

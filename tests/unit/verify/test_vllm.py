@@ -133,14 +133,11 @@ class Engine:
         return found
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("layers.0.norm", id="first-layer"),
-        pytest.param("layers.1.norm", id="second-layer"),
-        pytest.param("head", id="logits"),
-    ],
-)
+@pytest.mark.parametrize("fault", [
+    pytest.param("layers.0.norm", id="first-layer"),
+    pytest.param("layers.1.norm", id="second-layer"),
+    pytest.param("head", id="logits"),
+])  # fmt: skip
 def test_the_planted_module_is_named(fault: str) -> None:
     engine = Engine()
     planted = engine.model.get_submodule(fault)
