@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-DISTRIBUTIONS = ("uniform", "normal", "normal_mean", "scaled_logits", "outliers")
+DISTRIBUTIONS = {  # with what reports call them
+    "uniform": "uniform [0, 1)",
+    "normal": "normal (0, 1)",
+    "normal_mean": "normal (1, 1)",
+    "scaled_logits": "normal, 4 q",
+    "outliers": "normal, outliers",
+}
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

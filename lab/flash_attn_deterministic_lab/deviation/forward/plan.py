@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return _TWO if self.quick else DISTRIBUTIONS
+        return _TWO if self.quick else tuple(DISTRIBUTIONS)
 
     @property
     def seqlens(self) -> tuple[int, ...]:

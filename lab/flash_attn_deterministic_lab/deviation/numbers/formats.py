@@ -33,11 +33,6 @@ class NumberFormat:
         """The dtype that computes: float32 where it holds the format."""
         return torch.float32 if self.precision <= 24 else torch.float64
 
-    @property
-    def unit_roundoff(self) -> float:
-        """Largest relative error of rounding a normal number."""
-        return 2.0**-self.precision
-
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """Rounds values, float32 or float64, any shape, to nearest even; the dtype stays.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from ..numbers.intervals import Interval
 from .forward_claims import FORWARD_CLAIMS, NEWER, OURS
-from .judging import MODEL, SINKS, Case, Claim, Evidence, Outcome, Range, range_text
+from .judging import MODEL, SINKS, Case, Claim, Range, range_text
 from .kernel_claims import KERNEL_CLAIMS
 from .training_claims import TRAINING_CLAIMS
 
@@ -85,11 +85,3 @@ MODEL_CLAIMS = (
 CLAIMS: tuple[Claim, ...] = (
     *FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, *MODEL_CLAIMS, *FAILURE_CLAIMS
 )  # fmt: skip
-
-
-def judge_all(evidence: Evidence, quick: Collection[str] = ()) -> list[tuple[Claim, Outcome]]:
-    """Judges every claim; those of the studies in `quick` get numbers, and no verdict.
-
-    Nothing here is typed in but claims and ranges: numbers and verdicts come from the studies.
-    """
-    return [(claim, claim.judge(evidence, quick)) for claim in CLAIMS]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..emulate.steps import TILING
 from ..forward.cells import Cell
 from ..forward.plan import FOUR_FORMATS, Point, Points
 from ..numbers.intervals import Interval, median_interval
-from .judging import Case, Claim, Range, emulated, range_text, ratio
-from .names import inputs_of, presets_of, select, title
+from .judging import Case, Claim, Range, emulated, range_text, ratio, title
 
 PAPER = "Golden et al. 2024"
 NEWER = "Qiu and Yao 2025, arXiv 2510.04212"
@@ -29,13 +28,13 @@ D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D fr
 _LENGTHS = "length {first} to {last}"
 
 
-def _groups(points: Points) -> Iterator[tuple[str, Points]]:
+def _groups(points: Points) -> Iterable[tuple[str, Points]]:
     """Cells by preset and inputs."""
-    for preset in presets_of(points):
-        for inputs in inputs_of(points):
-            group = select(points, preset=preset, inputs=inputs)
-            if group:
-                yield f"preset {preset}, {title(inputs)}", group
+    found: dict[str, Points] = {}
+    for cell, result in points:
+        name = f"preset {cell.preset}, {title(cell.inputs)}"
+        found.setdefault(name, []).append((cell, result))
+    return found.items()
 
 
 def _falling(points: Points) -> Iterator[Case]:
@@ -69,8 +68,8 @@ def _ends(
     def cases(points: Points) -> Iterator[Case]:
         for name, group in _groups(points):
             for number_format in FOUR_FORMATS:
-                there = select(group, format=number_format)
-                there = sorted(there, key=lambda point: getattr(point[0], axis))
+                there = [point for point in group if point[0].format == number_format]
+                there.sort(key=lambda point: getattr(point[0], axis))
                 for metric in metrics if there else ():
                     place = where.format(
                         format=number_format.upper(), metric=metric,
@@ -120,8 +119,9 @@ def _deltas(above: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
     """The error with D from `above` over that with D from the exact O, at the largest length."""
 
     def cases(points: Points) -> Iterator[Case]:
-        for cell, result in select(points, seqlen=max(cell.seqlen for cell, _ in points)):
-            for gradient in ("dq", "dk"):
+        longest = max(cell.seqlen for cell, _ in points)
+        for (cell, result), gradient in itertools.product(points, ("dq", "dk")):
+            if cell.seqlen == longest:
                 error = result[f"{above} {gradient}"]["relative"]
                 name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
                 note = f" (error {median_interval(error).middle:.2g})"
@@ -137,7 +137,7 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "The difference between flash and baseline attention falls with every wider number format.",
         f"max |flash - baseline|, a format over the next narrower of BF16, FP16, FP32, FP64: "
         f"{range_text(*FALLS)} at every step.",
-        emulated("3"), _falling, "fig3",
+        emulated("3"), _falling,
     ),
     Claim(
         "tenfold", f"{PAPER}, abstract and Fig. 4",
@@ -155,41 +155,40 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "length-max", f"{PAPER}, Fig. 5a",
         "The largest difference between the two grows with the sequence length.",
         f"max |flash - baseline|, BF16, the longest over the shortest: {range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max"), "fig5a",
+        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max"),
     ),
     Claim(
         "length-relative", f"{OURS}, on Fig. 5a",
         "So does the largest difference relative to the largest output.",
         f"max |flash - baseline| / max |baseline|: {range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max_relative"), "fig5a",
+        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max_relative"),
     ),
     Claim(
         "length-mean", f"{PAPER}, Fig. 5b",
         "Mean and spread of the difference grow with the sequence length.",
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", f"{{metric}}, {_LENGTHS}", GROWS, "mean", "std"), "fig5b",
+        emulated("5"), _ends("seqlen", f"{{metric}}, {_LENGTHS}", GROWS, "mean", "std"),
     ),
     Claim(
         "swapped", f"{PAPER}, Fig. 6a",
         "Swapping the dimensions of a block makes the difference from baseline larger.",
         "max |flash - baseline|, swapped (B_c = d, B_r = M/4d) over the paper's (B_c = M/4d, "
         f"B_r = d; M/4d > d), BF16 and FP16: {range_text(*MORE)}.",
-        emulated("6a"), _paired("swapped", MORE), "fig6a",
+        emulated("6a"), _paired("swapped", MORE),
     ),
     Claim(
         "square", f"{PAPER}, Fig. 6b",
         "Whether a block is square has no effect on the difference from baseline.",
         "max |flash - baseline|, four times as many keys as rows over square blocks of equal area, "
         f"BF16 and FP16: {range_text(*SAME)}.",
-        emulated("6b"), _paired("wide", SAME), "fig6b",
+        emulated("6b"), _paired("wide", SAME),
     ),
     Claim(
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
         emulated("6c"), _ends("block_c", "{format}, B_c = {first} to {last}", FALLS, "max"),
-        "fig6c",
     ),
     Claim(
         "rescale", f"{PAPER}, explanation of Fig. 6c as we read it",

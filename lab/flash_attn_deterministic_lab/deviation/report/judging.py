@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..attentions.registry import LABELS
+from ..forward.inputs import DISTRIBUTIONS
 from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, median_interval, short
 
@@ -63,6 +65,11 @@ class Outcome:
     cases: Sequence[Case] = ()
 
 
+def title(name: str) -> str:
+    """Returns what a distribution or an attention is called."""
+    return {**LABELS, **DISTRIBUTIONS}.get(name, name)
+
+
 Evidence = dict[str, Any]  # by the name of a study, as claims name them
 KERNELS, ON_GPU, SINKS = (
     "real kernels", "real kernels on a GPU", "gradients on the workload sinks"
@@ -116,7 +123,6 @@ class Claim:
     how: str  # how it is tested
     study: str  # what it is tested by, see `evidence_of`
     cases: Callable[[Any], Iterable[Case]]  # of what that study found
-    figure: str = ""  # the plot in the paper's form; without one, its cases are drawn
 
     def judge(self, evidence: Evidence, quick: Collection[str] = ()) -> Outcome:
         """Returns what the data says; of the studies in `quick` the numbers only."""

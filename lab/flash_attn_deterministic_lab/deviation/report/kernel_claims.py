@@ -7,8 +7,7 @@ from typing import Any
 
 from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
-from .judging import KERNELS, ON_GPU, Case, Claim, Range, range_text, ratio
-from .names import title
+from .judging import KERNELS, ON_GPU, Case, Claim, Range, range_text, ratio, title
 
 NO_MORE = (0.0, 1.1)
 FLASH = ("ours", "sdpa-flash", "sdpa-cudnn")

@@ -5,39 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ...pictures import Held, HeldPanels, Panels, draw_all
+from ...pictures import Held, held
 from ...shared.document import Document, Section, html, markdown
 from ...shared.files import write_files
-from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, finite, median_interval, short
 from ..study.files import SCHEMA, read_result, write_result
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
-from .claims import CLAIMS, judge_all
-from .judging import MARKS, Claim, Outcome, evidence_of, is_quick, study_of
-from .names import title
-from .plots import forward_plots, training_plots
+from .claims import CLAIMS
+from .judging import MARKS, Claim, Outcome, evidence_of, is_quick, study_of, title
 
 TITLE = "Is flash attention stable? A reproduction"
-CAPTIONS = {
-    "fig3": "Fig. 3. Largest difference between flash and baseline attention by number format. "
-    "Median of the draws, band from the least to the largest. FP8 E4M3 is missing where l "
-    "overflows.",
-    "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
-    "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
-    "fig6a": "Fig. 6a. Blocks with M/4d keys, and with both dimensions swapped, over M/4d.",
-    "fig6b": "Fig. 6b. Square blocks, and blocks of equal area with four times as many keys as "
-    "rows, over the area.",
-    "fig6c": "Fig. 6c. Keys per block.",
-    "fig7": "Fig. 7. Distance of weights from the base run over training. Median of the seeds, "
-    "band from the least to the largest.",
-    "fig8": "Fig. 8. The same of trainings in FP16: from FP32, and of flash from explicit "
-    "attention.",
-}
 UNITS = {"": "number", "x": "times"}  # of cases, in figures
 _CASES = "The number of each case with its interval, and the range that the claim names, shaded."
 MEASURES = {
@@ -46,24 +28,18 @@ MEASURES = {
     "systematic": "share of error² common to batches",
 }
 
-_FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, Panels]]] = {
-    "forward": lambda value: forward_plots(forward_points(value)),
-    "kernels": lambda _: {},
-    "training": training_plots,
-    "gradients": lambda _: {},
-}
+_KINDS = ("forward", "kernels", "training", "gradients")
 
 
-def read_study(folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Reads a folder's result and draws its plots into its folder `plots`.
+def read_study(folder: Path) -> dict[str, Any]:
+    """Reads a folder's result.
 
     Raises:
         ArgumentError: the folder holds no finished study.
     """
-    for kind, figures in _FIGURES.items():
+    for kind in _KINDS:
         if (folder / f"{kind}.json").exists():
-            value = read_result(folder, kind)
-            return value, draw_all(figures(value), folder / "plots")
+            return read_result(folder, kind)
     raise ArgumentError(f"results: expected folders of finished studies, got {folder}")
 
 
@@ -79,20 +55,19 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     if not folders:
         raise ArgumentError("results: expected folders of finished studies, got none")
     values: dict[str, dict[str, Any]] = {}
-    plots: dict[str, Path] = {}
     for folder in folders:
-        value, drawn = read_study(folder)
+        value = read_study(folder)
         kind = study_of(value)
         if kind in values:
             raise ArgumentError(f"results: expected one study of a kind, got two of {kind}")
         values[kind] = value
-        plots |= {path.stem: path for path in drawn}
     small = {kind: value for kind, value in values.items() if is_quick(value["configuration"])}
     evidence = evidence_of(values)
     # Claims of studies that are not there are counted only.
-    judged = [one for one in judge_all(evidence, evidence_of(small)) if one[0].study in evidence]
-    plots |= {path.stem: path for path in draw_all(_drawn_cases(judged), out / "plots")}
-    sections = list(_sections(judged, values, plots))
+    tested = [claim for claim in CLAIMS if claim.study in evidence]
+    quick = evidence_of(small)
+    judged = [(claim, claim.judge(evidence, quick)) for claim in tested]
+    sections = list(_sections(judged, values, _plots(judged, out / "plots")))
     counts = Counter(outcome.verdict for _, outcome in judged)
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     notice = ""
@@ -144,9 +119,7 @@ def _sections(
         items.append(f"not here: the studies that test {left} other claims")
     yield Section("Studies", items=items)
     for claim, outcome in judged:
-        # Each figure is shown once, with the first claim that it is about.
-        name = claim.figure or claim.key
-        figures = [(_caption(name), plots.pop(name))] if name in plots else []
+        figures = [(_CASES, plots[claim.key])] if claim.key in plots else []
         text = f"Test: {claim.how}"
         if outcome.condition:
             text = f"{outcome.condition[0].upper()}{outcome.condition[1:]}. {text}"
@@ -157,11 +130,11 @@ def _sections(
         yield from _tables(value)
 
 
-def _drawn_cases(judged: list[tuple[Claim, Outcome]]) -> dict[str, HeldPanels]:
-    """Returns a figure of the cases of each claim that has no figure of the paper."""
-    found: dict[str, HeldPanels] = {}
+def _plots(judged: list[tuple[Claim, Outcome]], folder: Path) -> dict[str, Path]:
+    """Draws the cases of each claim, and returns the files by its key."""
+    found = {}
     for claim, outcome in judged:
-        if claim.figure or all(case.value.low == case.value.high for case in outcome.cases):
+        if all(case.value.low == case.value.high for case in outcome.cases):
             continue  # counts have no intervals
         shown: dict[str, list[Held]] = {}
         for case in outcome.cases:
@@ -169,13 +142,9 @@ def _drawn_cases(judged: list[tuple[Claim, Outcome]]) -> dict[str, HeldPanels]:
             interval, wanted = (value.low, value.middle, value.high), (case.low, case.high)
             row = (case.name, interval, wanted, case.holds)
             shown.setdefault(UNITS.get(case.unit, case.unit.strip()), []).append(row)
-        found[claim.key] = HeldPanels(shown)
+        found[claim.key] = folder / f"{claim.key}.svg"
+        write_files(folder, {found[claim.key].name: held(shown)})
     return found
-
-
-def _caption(name: str) -> str:
-    words = " Language model." if name.startswith("language-fig") else ""
-    return CAPTIONS.get(name.removeprefix("language-"), _CASES) + words
 
 
 def _setup(value: dict[str, Any]) -> str:

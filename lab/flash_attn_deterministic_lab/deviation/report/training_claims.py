@@ -147,7 +147,6 @@ def _loss(training: Training) -> Iterator[Case]:
 
 
 def _claims(study: str, prefix: str, what: str) -> tuple[Claim, ...]:
-    seven, eight = f"{prefix}fig7", f"{prefix}fig8"
     return (
         Claim(
             f"{prefix}repeat", OURS,
@@ -158,13 +157,13 @@ def _claims(study: str, prefix: str, what: str) -> tuple[Claim, ...]:
             f"{prefix}init", f"{PAPER}, Fig. 7",
             f"{what}: flash attention changes weights less than another initialisation does.",
             "Largest difference and Wasserstein distance from base at the end, over another "
-            f"initialisation's: {range_text(*LESS)}.", study, _init, seven,
+            f"initialisation's: {range_text(*LESS)}.", study, _init,
         ),
         Claim(
             f"{prefix}grows", f"{PAPER}, Fig. 7",
             f"{what}: the Wasserstein distance by flash attention grows over training.",
             "Slope of its logarithm over that of the steps: "
-            f"{range_text(*GROWING)}.", study, _grows, seven,
+            f"{range_text(*GROWING)}.", study, _grows,
         ),
         Claim(
             f"{prefix}low-precision", f"{PAPER}, abstract and Fig. 8",
@@ -172,21 +171,21 @@ def _claims(study: str, prefix: str, what: str) -> tuple[Claim, ...]:
             "precision's.",
             "Wasserstein distance at the end of FP16 from FP32 training, over that of FP16 "
             f"training with flash from one with explicit attention: {range_text(*LOWER)}.",
-            study, _low_precision(_end, LOWER), eight,
+            study, _low_precision(_end, LOWER),
         ),
         Claim(
             f"{prefix}steeper", f"{PAPER}, Fig. 8",
             f"{what}: the distance by low precision grows faster.",
             "Slope of a line through the same Wasserstein distances at all steps, FP16 for FP32 "
             f"over flash in FP16: {range_text(*MORE)}.",
-            study, _low_precision(_rate, MORE), eight,
+            study, _low_precision(_rate, MORE),
         ),
         Claim(
             f"{prefix}null", OURS,
             f"{what}: flash attention moves weights as one weight one BF16 gap higher does.",
             f"L2 distance at the end over the mean of {len(NUDGES)} such changes: "
             f"{range_text(*NO_FARTHER)}; power of the steps that it grows with, less theirs: "
-            f"{range_text(*NO_STEEPER)}.", study, _null, seven,
+            f"{range_text(*NO_STEEPER)}.", study, _null,
         ),
         Claim(
             f"{prefix}loss", OURS,
