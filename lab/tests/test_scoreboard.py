@@ -22,7 +22,8 @@ SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
 def run_rows(name: str, seconds: float = 600) -> dict[str, dict[str, Any]]:
     peer = find_attention(f"sample_attentions:{name}")
-    return dict(trial.try_rows(peer, ATTENTIONS["ours"], SMALL, seconds))
+    ours = ATTENTIONS["ours"]
+    return {row.id: trial.try_row(row, peer, ours, SMALL, seconds) for row in rows.ROWS}
 
 
 def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -31,7 +32,7 @@ def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def test_ours_keeps_every_row() -> None:
     own = ATTENTIONS["ours"]
-    found = statuses(dict(trial.try_rows(own, own, SMALL, 600)))
+    found = {row: result["status"] for _, row, result in trial.try_all([own], SMALL, 600, 1)}
     assert found.pop("workspace-256MB") == "not-applicable"
     assert set(found.values()) == {"kept"}
     assert list(found) == [row.id for row in rows.ROWS if row.id != "workspace-256MB"]
@@ -85,13 +86,11 @@ def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.cell(results["run-to-run"]) == "1/1*"
     peer = find_attention("sample_attentions:split_by_batch")
     row = next(row for row in rows.ROWS if row.id == "batch")
-    monkeypatch.setattr(trial, "ROWS", [row])
     clock = itertools.count()
     sizes = dataclasses.replace(SMALL, batches=(2, 3))
-    found = dict(trial.try_rows(peer, ATTENTIONS["ours"], sizes, 0.5))
-    assert found[row.id]["status"] == "broken"
-    assert found[row.id]["cases"] == 1
-    assert found[row.id]["counter_example"]
+    found = trial.try_row(row, peer, ATTENTIONS["ours"], sizes, 0.5)
+    assert (found["status"], found["cases"]) == ("broken", 1)
+    assert found["counter_example"]
 
 
 def test_processes_find_what_one_finds() -> None:
@@ -112,14 +111,6 @@ def test_a_call_that_ends_its_process_leaves_rows_that_did_not_run() -> None:
     broken = [result for name, _, result in found if name != "ours"]
     assert {result["status"] for result in broken} == {"not-run"}
     assert broken[0]["reason"].startswith("BrokenProcessPool: ")
-
-
-def test_a_workspace_ends_below_and_above_256_mb() -> None:
-    (workspace,) = (row for row in rows.ROWS if row.source == "cudnn-frontend #398")
-    shape = workspace.shape
-    assert shape is not None
-    sizes = [batch * shape.nheads * 2 * n**2 for batch, n in workspace.numbers(rows.CUDA)]
-    assert sizes[0] <= 2**28 < sizes[1]
 
 
 def test_the_command_writes_table_picture_and_record(

@@ -64,5 +64,5 @@ def first_line_or_kind(error: BaseException) -> str:
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Returns both."""
-    return f"{type(error).__name__}: {first_line_or_kind(error)}"
+    """Returns both, of at most 300 characters."""
+    return f"{type(error).__name__}: {first_line_or_kind(error)}"[:300]

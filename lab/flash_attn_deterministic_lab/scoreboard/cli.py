@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -129,7 +128,6 @@ def _write(folder: Path, record: dict[str, Any], *, draw: bool = False) -> str:
     text = markdown(document(record), folder)
     files = {"json": json_text(record), "md": text}
     if draw:
-        with contextlib.suppress(ImportError):  # of matplotlib
-            files["svg"] = picture(record)
+        files["svg"] = picture(record)
     write_files(folder, {f"scoreboard.{kind}": content for kind, content in files.items()})
     return text

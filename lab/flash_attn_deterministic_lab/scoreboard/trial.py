@@ -24,33 +24,26 @@ NOT_APPLICABLE, RAISED, NOT_RUN = "not-applicable", "raised", "not-run"
 Result = dict[str, Any]
 
 
-def try_rows(
-    attention: Attention,
-    expected: Attend,
-    sizes: Sizes,
-    seconds: float,
-    rows: Sequence[Row] = ROWS,
-) -> Iterator[tuple[str, Result]]:
-    """Runs rows.
+def try_row(
+    row: Row, attention: Attention, expected: Attend, sizes: Sizes, seconds: float
+) -> Result:
+    """Runs a row.
 
     Args:
+        row: the promise.
         attention: the attention under test.
         expected: computes the same function, up to roundings.
         sizes: of the problems.
-        seconds: after which no further case of a row starts; its first one always does.
-        rows: which; every one unless given.
+        seconds: after which no further case starts; the first one always does.
 
-    Yields:
-        The id of a row, and its result: `status`, `cases` and `equal` (how many were tried, and how
-        many kept their bits), `reason` and `counter_example`, both None where there is none.
+    Returns:
+        `status`, `cases` and `equal` (how many were tried, and how many kept their bits), `reason`
+        and `counter_example`, both None where there is none.
     """
     with attention.inside():
-        problem = _other_function(attention, expected, sizes)
-        for row in rows:
-            if problem:
-                yield row.id, _result(RAISED, reason=problem)
-            else:
-                yield row.id, _try(row, attention, sizes, time.monotonic() + seconds)
+        if problem := _other_function(attention, expected, sizes):
+            return _result(RAISED, reason=problem)
+        return _try(row, attention, sizes, time.monotonic() + seconds)
 
 
 def try_all(
@@ -62,13 +55,12 @@ def try_all(
     its own, and what compiles a kernel for each shape compiles several at once.
 
     Yields:
-        Name, id of the row, and its result, see `try_rows`.
+        Name, id of the row, and its result, see `try_row`.
     """
     first = attentions[0]
     if jobs == 1:
-        for one in attentions:
-            for row_id, result in try_rows(one, first, sizes, seconds):
-                yield one.name, row_id, result
+        for one, row in itertools.product(attentions, ROWS):
+            yield one.name, row.id, try_row(row, one, first, sizes, seconds)
         return
     context = multiprocessing.get_context("spawn")
     # torch would compile each kernel with as many processes as there are cores.
@@ -76,24 +68,23 @@ def try_all(
         pool = concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
         try:
             waiting = {
-                pool.submit(_one_row, one.name, first.name, sizes, seconds, row): (one, row)
-                for one, row in itertools.product(attentions, range(len(ROWS)))
+                pool.submit(_named_row, number, one.name, first.name, sizes, seconds): (one, row)
+                for one, (number, row) in itertools.product(attentions, enumerate(ROWS))
             }
             for done in concurrent.futures.as_completed(waiting):
                 one, row = waiting[done]
                 try:
                     result = done.result()
                 except concurrent.futures.BrokenExecutor as error:  # a call killed its process
-                    result = _result(NOT_RUN, reason=kind_and_line(error)[:300])
-                yield one.name, ROWS[row].id, result
+                    result = _result(NOT_RUN, reason=kind_and_line(error))
+                yield one.name, row.id, result
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _one_row(name: str, expected: str, sizes: Sizes, seconds: float, row: int) -> Result:
-    attention, rows = find_attention(name), [ROWS[row]]
-    found = try_rows(attention, find_attention(expected), sizes, seconds, rows)
-    return next(result for _, result in found)
+def _named_row(number: int, name: str, expected: str, sizes: Sizes, seconds: float) -> Result:
+    """The same by what another process can be given."""
+    return try_row(ROWS[number], find_attention(name), find_attention(expected), sizes, seconds)
 
 
 def not_run() -> dict[str, Result]:
@@ -138,9 +129,7 @@ def _try(row: Row, attention: Attention, sizes: Sizes, end: float) -> Result:
                     if differs is not None and found is None:
                         found = f"{name}, {what}: {differs.words}"
             except Exception as error:
-                return _result(
-                    RAISED, tried, equal, f"{name}: {kind_and_line(error)[:300]}", example
-                )
+                return _result(RAISED, tried, equal, f"{name}: {kind_and_line(error)}", example)
             tried += 1
             equal += found is None
             example = example or found
@@ -157,5 +146,5 @@ def _other_function(attend: Attend, expected: Attend, sizes: Sizes) -> str:
         with torch.no_grad():
             compare([attend(*inputs, causal=True)], [expected(*inputs, causal=True)])
     except Exception as error:
-        return kind_and_line(error)[:300]
+        return kind_and_line(error)
     return ""
