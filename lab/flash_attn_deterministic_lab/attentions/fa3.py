@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,39 +74,35 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Callable[[], Function]:
-    """Returns what makes FlashAttention-3; 0 splits: its heuristic."""
+def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Function:
+    """Loads FlashAttention-3, and returns its attention; 0 splits: its heuristic."""
+    _load()
 
-    def made() -> Function:
-        _load()
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        packed: Packed | None = None,
+        window: tuple[int, int] | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        names = {"seqlens_k": "seqused_k", "block_table": "page_table"}
+        given = {names.get(name, name): value for name, value in options.items()}
+        given |= {
+            "is_causal": causal,
+            "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        }
+        if packed is not None:
+            given |= packed.arguments()
+        if packed is not None and "page_table" in given:  # it wants lengths beside pages
+            for name in ("max_seqlen_k", "cu_seqlens_k"):
+                given.pop(name)
+            given["seqused_k"] = packed.seqused_k
+        if window is not None:
+            given |= {"window_size_left": window[0], "window_size_right": window[1]}
+        out: Tensor = _Attention.apply(q, k, v, num_splits, deterministic, given)  # type: ignore[no-untyped-call, unused-ignore]
+        return out
 
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            causal: bool = False,
-            packed: Packed | None = None,
-            window: tuple[int, int] | None = None,
-            scale: float | None = None,
-            **options: Any,
-        ) -> Tensor:
-            names = {"seqlens_k": "seqused_k", "block_table": "page_table"}
-            given = {names.get(name, name): value for name, value in options.items()}
-            given |= {
-                "is_causal": causal,
-                "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale,
-            }
-            if packed is not None:
-                given |= packed.arguments()
-            if packed is not None and "page_table" in given:  # it wants lengths beside pages
-                for name in ("max_seqlen_k", "cu_seqlens_k"):
-                    given.pop(name)
-                given["seqused_k"] = packed.seqused_k
-            if window is not None:
-                given |= {"window_size_left": window[0], "window_size_right": window[1]}
-            out: Tensor = _Attention.apply(q, k, v, num_splits, deterministic, given)  # type: ignore[no-untyped-call, unused-ignore]
-            return out
-
-        return attend
-
-    return made
+    return attend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,10 +14,8 @@ from .attention import Function
 from .interface import arguments, call
 
 
-def make(
-    *, reference: bool = False, residual: bool = False, **fixed: Any
-) -> Callable[[], Function]:
-    """Returns what imports it.
+def make(*, reference: bool = False, residual: bool = False, **fixed: Any) -> Function:
+    """Imports it, and returns its attention.
 
     Args:
         reference: whether the CPU computes, whatever the tensors' device.
@@ -26,27 +23,22 @@ def make(
         **fixed: arguments of every call.
     """
 
-    def made() -> Function:
-        try:
-            package = importlib.import_module("flash_attn_deterministic")
-        except ImportError as error:
-            raise UnavailableError(
-                f"flash-attn-deterministic is not installed ({error})"
-            ) from error
+    try:
+        package = importlib.import_module("flash_attn_deterministic")
+    except ImportError as error:
+        raise UnavailableError(f"flash-attn-deterministic is not installed ({error})") from error
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            device, given = q.device, arguments(options) | fixed
-            if reference:
-                q, k, v = q.cpu(), k.cpu(), v.cpu()
-                given = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in given.items()}
-            if not residual:
-                return call(package, q, k, v, given).to(device)
-            with package.deterministic_mode(True, keep_residual=True):
-                return call(package, q, k, v, given).to(device)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        device, given = q.device, arguments(options) | fixed
+        if reference:
+            q, k, v = q.cpu(), k.cpu(), v.cpu()
+            given = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in given.items()}
+        if not residual:
+            return call(package, q, k, v, given).to(device)
+        with package.deterministic_mode(True, keep_residual=True):
+            return call(package, q, k, v, given).to(device)
 
-        return attend
-
-    return made
+    return attend
 
 
 def path(name: str) -> AbstractContextManager[None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from ..errors import ArgumentError
 from . import fa3, flashmla, others, ours, torchs
-from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention, Function
+from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention
 from .named import find_callable
 from .served import SUFFIX, served
 
@@ -31,19 +31,19 @@ _FA4_TAKES = _takes("packed scale softcap window")
 _FLASH_TAKES = _takes(f"{FLOAT32} scale")  # of torch's flash kernels
 _MASK_TAKES = _takes(f"{FLOAT32} scale mask seqlens_k")
 _FLEX_TAKES = _takes(f"{FLOAT32} scale seqlens_k")
-_ours = functools.partial(
+_ours = partial(
     Attention, takes=_OURS_TAKES, distribution="flash-attn-deterministic", devices=_BOTH
 )
-_fa2 = functools.partial(Attention, takes=_OURS_TAKES - {"split_size"}, distribution="flash-attn")
-_fa3 = functools.partial(Attention, takes=_FA3_TAKES, distribution="flash-attn-3")
-_fa4 = functools.partial(Attention, takes=_FA4_TAKES, distribution="flash-attn-4")
-_flex = functools.partial(Attention, takes=_FLEX_TAKES, devices=_BOTH, inside=torchs.flex_settings)
+_fa2 = partial(Attention, takes=_OURS_TAKES - {"split_size"}, distribution="flash-attn")
+_fa3 = partial(Attention, takes=_FA3_TAKES, distribution="flash-attn-3")
+_fa4 = partial(Attention, takes=_FA4_TAKES, distribution="flash-attn-4")
+_flex = partial(Attention, takes=_FLEX_TAKES, devices=_BOTH, inside=torchs.flex_settings)
 
 
 def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[str] = _MASK_TAKES,
           **more: Any) -> tuple[Attention, Attention]:  # fmt: skip
     """Returns a backend in its default setting, and with torch's deterministic algorithms."""
-    make = torchs.sdpa(backend)
+    make = partial(torchs.sdpa, backend)
     other = f"{name}-deterministic"
     words = f"{title}, deterministic"
     more = {"takes": takes, "chunk_mask": torchs.masks_chunks(backend), **more}
@@ -56,37 +56,38 @@ def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[st
 
 
 _ALL = (
-    _ours("ours", "flash-attn-deterministic", ours.make()),
-    _ours("ours-sm80", "ours, kernels for every GPU", ours.make(), bench=False, devices=("cuda",),
-          inside=functools.partial(ours.family, "sm80")),
+    _ours("ours", "flash-attn-deterministic", ours.make),
+    _ours("ours-sm80", "ours, kernels for every GPU", ours.make, bench=False, devices=("cuda",),
+          inside=partial(ours.family, "sm80")),
     *(
-        _ours(f"ours-{path.replace('_', '-')}", f"ours, path {path.replace('_', '-')}", ours.make(),
-              bench=False, devices=("cuda",), inside=functools.partial(ours.path, path))
+        _ours(f"ours-{path.replace('_', '-')}", f"ours, path {path.replace('_', '-')}", ours.make,
+              bench=False, devices=("cuda",), inside=partial(ours.path, path))
         for path in ("one_cta", "parts", "few_rows", "scores_first")
     ),
-    _ours("ours-atomics", "ours, atomics in the backward", ours.make(deterministic="never"),
+    _ours("ours-atomics", "ours, atomics in the backward",
+          partial(ours.make, deterministic="never"), bench=False),
+    _ours("ours+residual", "ours, O's residual", partial(ours.make, residual=True), bench=False),
+    _ours("reference", "ours, the reference on the CPU", partial(ours.make, reference=True),
           bench=False),
-    _ours("ours+residual", "ours, O's residual", ours.make(residual=True), bench=False),
-    _ours("reference", "ours, the reference on the CPU", ours.make(reference=True), bench=False),
     *_sdpa("sdpa", "torch SDPA, its choice", None, devices=_BOTH, bench=False),
     *_sdpa("sdpa-flash", "torch SDPA, flash", SDPBackend.FLASH_ATTENTION, _FLASH_TAKES,
            devices=_BOTH),
     *_sdpa("sdpa-cudnn", "torch SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION),
     *_sdpa("sdpa-efficient", "torch SDPA, efficient", SDPBackend.EFFICIENT_ATTENTION, bench=False),
     *_sdpa("sdpa-math", "torch SDPA, math", SDPBackend.MATH, devices=_BOTH, bench=False),
-    _flex("flex", "torch FlexAttention", torchs.flex(), deterministic="flex-forced"),
+    _flex("flex", "torch FlexAttention", torchs.flex, deterministic="flex-forced"),
     # Decode has a kernel of its own, which cuts the keys by the number of CTAs, unless forbidden.
-    _flex("flex-forced", "FlexAttention, one kernel", torchs.flex(FORCE_USE_FLEX_ATTENTION=True),
-          bench=False),
-    _fa2("flash_attn", "FlashAttention-2", others.flash_attn_2()),
-    _fa2("flash_attn-deterministic", "FlashAttention-2, deterministic", others.flash_attn_2(True),
-         bench=False),
-    _fa3("fa3", "FlashAttention-3", fa3.flash_attn_3(), deterministic="fa3-deterministic"),
-    _fa3("fa3-one-split", "FlashAttention-3, one split", fa3.flash_attn_3(1)),
+    _flex("flex-forced", "FlexAttention, one kernel",
+          partial(torchs.flex, FORCE_USE_FLEX_ATTENTION=True), bench=False),
+    _fa2("flash_attn", "FlashAttention-2", others.flash_attn_2),
+    _fa2("flash_attn-deterministic", "FlashAttention-2, deterministic",
+         partial(others.flash_attn_2, True), bench=False),
+    _fa3("fa3", "FlashAttention-3", fa3.flash_attn_3, deterministic="fa3-deterministic"),
+    _fa3("fa3-one-split", "FlashAttention-3, one split", partial(fa3.flash_attn_3, 1)),
     _fa3("fa3-deterministic", "FlashAttention-3, one split, deterministic",
-         fa3.flash_attn_3(1, True), bench=False),
-    _fa4("fa4", "FlashAttention-4", others.flash_attn_4(), deterministic="fa4-deterministic"),
-    _fa4("fa4-deterministic", "FlashAttention-4, deterministic", others.flash_attn_4(True),
+         partial(fa3.flash_attn_3, 1, True), bench=False),
+    _fa4("fa4", "FlashAttention-4", others.flash_attn_4, deterministic="fa4-deterministic"),
+    _fa4("fa4-deterministic", "FlashAttention-4, deterministic", partial(others.flash_attn_4, True),
          bench=False),
     Attention("flashmla", "FlashMLA", flashmla.flash_mla,
               frozenset({"block_table", "scale", "seqlens_k"}), "FlashMLA", bench=False),
@@ -113,7 +114,7 @@ def find_attention(name: str, argument: str = "--attention") -> Attention:
         return served(ATTENTIONS[name.removesuffix(SUFFIX)])
     base, _, splits = name.partition("@")
     if base == OURS.name and splits.isdecimal():
-        make = ours.make(split_size=int(splits))
+        make = partial(ours.make, split_size=int(splits))
         return dataclasses.replace(OURS, name=name, title=f"ours, splits of {splits}", make=make)
     if ":" not in name:
         raise ArgumentError(
@@ -140,8 +141,5 @@ def _own(name: str, function: Any) -> Attention:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    def make() -> Function:
-        return attend
-
     takes = frozenset(named & OPTIONS.keys()) | {GRADIENTS, FLOAT32}
-    return Attention(name, name, make, takes, name.partition(":")[0], _BOTH)
+    return Attention(name, name, lambda: attend, takes, name.partition(":")[0], _BOTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,8 +27,8 @@ def masks_chunks(backend: SDPBackend | None) -> bool:
     return backend == SDPBackend.FLASH_ATTENTION
 
 
-def sdpa(backend: SDPBackend | None = None) -> Callable[[], Function]:
-    """Returns what makes SDPA, held to a backend."""
+def sdpa(backend: SDPBackend | None) -> Function:
+    """Returns SDPA, held to a backend."""
 
     def attend(
         q: Tensor,
@@ -57,7 +57,7 @@ def sdpa(backend: SDPBackend | None = None) -> Callable[[], Function]:
             )
         return out.transpose(1, 2)
 
-    return lambda: attend
+    return attend
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, seqlens_k: Tensor | None) -> Tensor:
@@ -102,54 +102,50 @@ def flex_settings() -> Iterator[None]:
         yield
 
 
-def flex(**options: Any) -> Callable[[], Function]:
-    """Returns what makes FlexAttention with these options of its kernels."""
+def flex(**options: Any) -> Function:
+    """Returns FlexAttention, compiled, with these options of its kernels."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def made() -> Function:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    torch.compiler.reset()
+    compiled: Any = torch.compile(flex_attention)
 
-        torch.compiler.reset()
-        compiled: Any = torch.compile(flex_attention)
+    def block_mask(sizes: tuple[int, int, int], causal: bool, seqlens_k: Tensor) -> Any:
+        # Tensors, because each new number would be compiled in.
+        ahead = seqlens_k - sizes[1] if causal else seqlens_k
 
-        def block_mask(sizes: tuple[int, int, int], causal: bool, seqlens_k: Tensor) -> Any:
-            # Tensors, because each new number would be compiled in.
-            ahead = seqlens_k - sizes[1] if causal else seqlens_k
+        def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key < seqlens_k[batch]) & (key <= row + ahead[batch])
 
-            def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-                return (key < seqlens_k[batch]) & (key <= row + ahead[batch])
+        device = str(seqlens_k.device)
+        batch, seqlen_q, seqlen_k = sizes
+        return create_block_mask(visible, batch, None, seqlen_q, seqlen_k, device=device)
 
-            device = str(seqlens_k.device)
-            batch, seqlen_q, seqlen_k = sizes
-            return create_block_mask(visible, batch, None, seqlen_q, seqlen_k, device=device)
+    @functools.lru_cache(maxsize=4)  # made once, as programs do: it takes longer than the call
+    def causal_mask(sizes: tuple[int, int, int], device: torch.device) -> Any:
+        lengths = torch.full(sizes[:1], sizes[2], dtype=torch.int32, device=device)
+        return block_mask(sizes, True, lengths)
 
-        @functools.lru_cache(maxsize=4)  # made once, as programs do: it takes longer than the call
-        def causal_mask(sizes: tuple[int, int, int], device: torch.device) -> Any:
-            lengths = torch.full(sizes[:1], sizes[2], dtype=torch.int32, device=device)
-            return block_mask(sizes, True, lengths)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        scale: float | None = None,
+        seqlens_k: Tensor | None = None,
+    ) -> Tensor:
+        sizes = q.shape[0], q.shape[1], k.shape[1]
+        mask = None
+        if seqlens_k is not None:
+            mask = block_mask(sizes, causal, seqlens_k)
+        elif causal:
+            mask = causal_mask(sizes, q.device)
+        out: Tensor = compiled(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            kernel_options=options or None,
+        )
+        return out.transpose(1, 2)
 
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            causal: bool = False,
-            scale: float | None = None,
-            seqlens_k: Tensor | None = None,
-        ) -> Tensor:
-            sizes = q.shape[0], q.shape[1], k.shape[1]
-            mask = None
-            if seqlens_k is not None:
-                mask = block_mask(sizes, causal, seqlens_k)
-            elif causal:
-                mask = causal_mask(sizes, q.device)
-            out: Tensor = compiled(
-                *(t.transpose(1, 2) for t in (q, k, v)),
-                block_mask=mask,
-                scale=scale,
-                enable_gqa=q.shape[2] != k.shape[2],
-                kernel_options=options or None,
-            )
-            return out.transpose(1, 2)
-
-        return attend
-
-    return made
+    return attend
