@@ -12,6 +12,7 @@ import torch
 
 from ..attentions import find_attention
 from ..attentions.named import first_line_or_kind
+from .measure import timed_call
 from .problem import Problem, Shape
 
 
@@ -52,13 +53,8 @@ def _call(shape: Shape, device: str, names: Sequence[str], end: float) -> dict[s
 
 
 def _one(shape: Shape, device: str, name: str) -> None:
-    attention, problem = find_attention(name), Problem.draw(shape, device)
-    tensors = problem.q, problem.k, problem.v
-    if shape.kind == "backward":
-        attention.gradients(*tensors, problem.dout, **problem.options)()
-    else:
-        with torch.no_grad(), attention.inside():
-            attention(*tensors, **problem.options)
+    with torch.set_grad_enabled(shape.kind == "backward"):
+        timed_call(find_attention(name), Problem.draw(shape, device))()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # others need it

@@ -125,7 +125,7 @@ def _prepare(
     """
     shape, cuda = problems[0].shape, problems[0].q.device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
-    calls = [_call(attention, problem) for problem in problems]
+    calls = [timed_call(attention, problem) for problem in problems]
     result = tuple(tensor.detach().clone() for tensor in calls[0]())
     if expected is not None:
         compare(result, expected)
@@ -158,8 +158,8 @@ def compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
             raise ValueError(f"the result differs from ours by {largest:.3g}, rms {rms:.3g}")
 
 
-def _call(attention: Attention, problem: Problem) -> Call:
-    """Returns what to time: it computes out, or for a backward dq, dk and dv."""
+def timed_call(attention: Attention, problem: Problem) -> Call:
+    """Returns what is timed: it computes out, or for a backward dq, dk and dv."""
     q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
     if problem.shape.kind == "backward":
         return attention.gradients(q, k, v, dout, **options)
