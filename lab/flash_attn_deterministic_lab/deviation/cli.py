@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -254,11 +255,25 @@ def _report(arguments: argparse.Namespace) -> None:
     load_pyplot()  # fails before anything is computed
     folders = list(arguments.results)
     if arguments.quick:
-        from .study.quick import quick_studies
-
-        folders = quick_studies(arguments.out)
+        folders = _quick_studies(arguments.out)
     elif not folders:
         folders = [arguments.out / name for name in _STUDIES]
         folders = [folder for folder in folders if folder.exists()]
     for path in write_report(folders, arguments.out):
         print(path)
+
+
+def _quick_studies(folder: Path) -> list[Path]:
+    """Runs quick studies in folders of `folder`, and returns them."""
+    from .forward.plan import Plan, run_forward
+    from .kernels.kernel_study import KernelPlan, run_kernels
+    from .training.training_study import plan_of, run_training
+
+    folders = [folder / f"quick-{name}" for name in ("forward", "kernels", "training")]
+    run_forward(Plan(seeds=3, quick=True), folders[0])
+    run_kernels(KernelPlan("cpu", quick=True, seeds=2), folders[1])
+    runs = ("repeat", "nudge-1", "paper", "init", "fp16", "fp16-paper", "data")
+    plan = plan_of("drawings-tiny", "cpu", 12, runs, seeds=(0, 1, 2))
+    shutil.rmtree(folders[2], ignore_errors=True)  # it would go on
+    run_training(plan, folders[2])
+    return folders

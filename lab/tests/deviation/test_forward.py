@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 from flash_attn_deterministic_lab.deviation.emulate.steps import STEP_NAMES
 from flash_attn_deterministic_lab.deviation.forward.cells import Cell, run_cell
-from flash_attn_deterministic_lab.deviation.study.files import (
-    SCHEMA,
-    read_result,
-    whole_file,
-    write_result,
-)
+from flash_attn_deterministic_lab.deviation.study.files import SCHEMA, read_result, write_result
 from flash_attn_deterministic_lab.errors import ArgumentError
 
 
@@ -59,17 +54,6 @@ def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
     (tmp_path / "forward.json").write_text(text)
     with pytest.raises(ArgumentError, match=r"forward\.json: expected"):
         read_result(tmp_path, "forward")
-
-
-def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
-    def fail() -> None:
-        with whole_file(tmp_path / "file") as temporary:
-            temporary.write_text("half")
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        fail()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

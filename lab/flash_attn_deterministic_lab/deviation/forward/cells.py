@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -67,27 +67,23 @@ def run_cell(cell: Cell) -> Result:
 
 
 def _calls(cell: Cell) -> list[Call]:
+    """The draws of a cell, as many in a call as memory allows.
+
+    Golden values are those of the rounded inputs: what counts is the computation.
+    """
+    plain = parse_format(cell.format)
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
     stacked = [[torch.stack(part) for part in zip(*group, strict=True)] for group in groups]
-    return [Call(q, k, v) for q, k, v in stacked]
-
-
-def _rounded(cell: Cell, call: Call) -> Call:
-    """Golden values are those of the rounded inputs: what counts is the computation."""
-    plain = parse_format(cell.format)
-    call = call.plain()
-    q, k, v = (plain.round(t.double()).to(plain.container) for t in (call.q, call.k, call.v))
-    return replace(call, q=q, k=k, v=v)
+    return [Call(*(plain.round(t).to(plain.container) for t in qkv)) for qkv in stacked]
 
 
 @functools.lru_cache(maxsize=8)
 def _prepared(cell: Cell) -> list[tuple[Call, torch.Tensor, torch.Tensor]]:
     """Returns the calls of a cell with golden and baseline outputs, which many cells share."""
     prepared = []
-    for drawn in _calls(cell):
-        call = _rounded(cell, drawn)
+    for call in _calls(cell):
         baseline = explicit_attention(call, parse_format(cell.format))
         prepared.append((call, golden_attention(call), baseline))
     return prepared
@@ -111,7 +107,6 @@ def _gradients(cell: Cell) -> Iterator[Result]:
     names = {delta: f"{cell.preset}:{cell.format}+{delta}" for delta in DELTAS}
     names["explicit"] = f"explicit:{cell.format}"
     for seed, call in enumerate(_calls(cell)):
-        call = _rounded(cell, call)
         generator = torch.Generator().manual_seed(99 + seed)
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         dout = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -11,7 +11,6 @@ from typing import Any
 
 from ...errors import ArgumentError
 from ..emulate.steps import LINES, PRESETS, STEP_NAMES, TILING
-from ..numbers.formats import FORMAT_NAMES
 from ..study.environment import Progress, one_thread
 from ..study.files import new_result, write_result
 from .cells import Cell, Result, run_cell
@@ -62,8 +61,7 @@ def _grid(base: Cell, **fields: Iterable[Any]) -> list[Cell]:
 
 
 def _formats(plan: Plan) -> list[Cell]:
-    more = () if plan.quick else tuple(f"p{bits}" for bits in (5, 6, 7, 9, 10, 13, 15, 17, 20))
-    return _grid(plan.base(), preset=_PRESETS, format=(*FORMAT_NAMES, *more), inputs=_TWO)
+    return _grid(plan.base(), preset=_PRESETS, format=FOUR_FORMATS, inputs=_TWO)
 
 
 def _golden(plan: Plan) -> list[Cell]:

@@ -1,14 +1,11 @@
-"""Results of studies, as files that are whole or not there."""
+"""Results of studies, as files."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,6 @@ from ...shared.files import ReportError, write_files
 from ...shared.provenance import provenance
 
 SCHEMA = 3  # of the fields of every result
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path, which at the end is moved to `path`; after an error it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_tensors(path: Path, expected: str) -> Any:
@@ -67,7 +52,12 @@ def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") ->
 
 def write_result(folder: Path, value: dict[str, Any], digits: int = 4) -> None:
     """Writes KIND.json: numbers to so many digits, NaN and infinities as null."""
-    text = json.dumps(_plain(value, digits), separators=(",", ":"))
+    plain = json.loads(
+        json.dumps(value),
+        parse_float=lambda number: float(f"{float(number):.{digits}g}"),
+        parse_constant=lambda _: None,
+    )
+    text = json.dumps(plain, separators=(",", ":"))
     write_files(folder, {f"{value['kind']}.json": text + "\n"})
 
 
@@ -86,14 +76,4 @@ def read_result(folder: Path, kind: str) -> dict[str, Any]:
         raise ArgumentError(
             f"{path}: expected the result of `deviation {kind}` with schema {SCHEMA}; run it again"
         )
-    return value
-
-
-def _plain(value: Any, digits: int) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item, digits) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, digits) for item in value]
     return value

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...errors import ArgumentError
 from ..study.environment import one_thread, repeatable
@@ -77,19 +78,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for place, argument in enumerate(func._schema.arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            results = _tensors([out, *written])
+            results = [one for one in tree_leaves([out, written]) if isinstance(one, torch.Tensor)]
             shapes = tuple(tuple(tensor.shape) for tensor in results)
             self.entries.append(_Entry(str(func), self.step, _caller(sys._getframe(1)), shapes))
             self.prints += map(_fingerprint, results)
         return out
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

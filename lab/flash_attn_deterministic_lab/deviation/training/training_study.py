@@ -20,7 +20,7 @@ from ...shared.document import table
 from ..attentions.registry import find_attention
 from ..numbers.intervals import geometric_interval, mean_interval, short
 from ..study.environment import Progress, one_thread, repeatable
-from ..study.files import new_result, read_result, whole_file, write_result
+from ..study.files import new_result, read_result, write_result
 from .runs import Run, Setup, States, train
 from .workload import find_workload
 
@@ -221,8 +221,7 @@ class _Seed:
                 if keep:
                     kept[run.name] = states
                 if new and run.name == "base" and self.seed == self.plan.seeds[0]:
-                    with whole_file(self.folder / "base.pt") as temporary:
-                        torch.save(model.state_dict(), temporary)
+                    self._save(model)
                 slowest = max(slowest, 1.1 * (time.time() - before))
                 self.seconds += time.time() - before
                 if new:
@@ -230,6 +229,13 @@ class _Seed:
                     yield run.name
                 del model, states
         self.warned = list(warned)
+
+    def _save(self, model: torch.nn.Module) -> None:
+        """Writes base.pt, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / ".base.pt.part"
+        torch.save(model.state_dict(), part)
+        part.replace(self.folder / "base.pt")
 
 
 def _opened(plan: TrainingPlan, folder: Path) -> dict[str, Any]:
