@@ -171,8 +171,7 @@ def _kernels(residual: float = 0.1) -> Evidence:
             for name, size in (("ours", 6.0), ("ours+residual", residual), ("explicit", 1.0))
         ],
         "run_to_run": [
-            {"backend": "ours", "output": "dq", "same_bits": True, "repeats": 10,
-             "relative": 0.0, "seqlen": 512},
+            {"backend": "ours", "output": "dq", "same_bits": True, "repeats": 10, "seqlen": 512},
         ],
     }  # fmt: skip
     return {ON_GPU: value, KERNELS: value}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from ..emulate.steps import TILING
 from ..forward.cells import Cell
@@ -46,39 +46,31 @@ def _falling(points: Points) -> Iterator[Case]:
         yield Case(name, worst, *FALLS, "x at the format with the least fall")
 
 
-def _over_baseline(where: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+def _over_baseline(where: str, wanted: Range, points: Points) -> Iterator[Case]:
     """Flash over baseline, in the two 16-bit formats of kernels."""
-
-    def cases(points: Points) -> Iterator[Case]:
-        for name, group in _groups(points):
-            for cell, result in group:
-                if cell.format in FOUR_FORMATS[:2]:
-                    value = ratio(result["flash"]["max"], result["baseline"]["max"])
-                    place = where.format(format=cell.format.upper(), seqlen=cell.seqlen)
-                    yield Case(f"{name}, {place}", value, *wanted, "x")
-
-    return cases
+    for name, group in _groups(points):
+        for cell, result in group:
+            if cell.format in FOUR_FORMATS[:2]:
+                value = ratio(result["flash"]["max"], result["baseline"]["max"])
+                place = where.format(format=cell.format.upper(), seqlen=cell.seqlen)
+                yield Case(f"{name}, {place}", value, *wanted, "x")
 
 
 def _ends(
-    axis: str, where: str, wanted: Range, *metrics: str
-) -> Callable[[Points], Iterator[Case]]:
+    axis: str, where: str, wanted: Range, metrics: Sequence[str], points: Points
+) -> Iterator[Case]:
     """The largest of a field of the cells over the smallest, in each format."""
-
-    def cases(points: Points) -> Iterator[Case]:
-        for name, group in _groups(points):
-            for number_format in FOUR_FORMATS:
-                there = [point for point in group if point[0].format == number_format]
-                there.sort(key=lambda point: getattr(point[0], axis))
-                for metric in metrics if there else ():
-                    place = where.format(
-                        format=number_format.upper(), metric=metric,
-                        first=getattr(there[0][0], axis), last=getattr(there[-1][0], axis),
-                    )  # fmt: skip
-                    value = _difference(there[-1], there[0], metric)
-                    yield Case(f"{name}, {place}", value, *wanted, "x")
-
-    return cases
+    for name, group in _groups(points):
+        for number_format in FOUR_FORMATS:
+            there = [point for point in group if point[0].format == number_format]
+            there.sort(key=lambda point: getattr(point[0], axis))
+            for metric in metrics if there else ():
+                place = where.format(
+                    format=number_format.upper(), metric=metric,
+                    first=getattr(there[0][0], axis), last=getattr(there[-1][0], axis),
+                )  # fmt: skip
+                value = _difference(there[-1], there[0], metric)
+                yield Case(f"{name}, {place}", value, *wanted, "x")
 
 
 def _difference(above: Point, below: Point, metric: str = "max") -> Interval:
@@ -89,17 +81,13 @@ def _where(cell: Cell) -> str:
     return f"{cell.format.upper()}, {title(cell.inputs)}"
 
 
-def _paired(label: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+def _paired(label: str, wanted: Range, points: Points) -> Iterator[Case]:
     """The second of each pair of cells over the first, in the two 16-bit formats of kernels."""
-
-    def cases(points: Points) -> Iterator[Case]:
-        for first, second in zip(points[::2], points[1::2], strict=True):
-            if first[0].format in FOUR_FORMATS[:2]:
-                keys = f"{first[0].block_c} to {second[0].block_c} keys per block"
-                name = f"{label}, {_where(first[0])}, {keys}"
-                yield Case(name, _difference(second, first), *wanted, "x")
-
-    return cases
+    for first, second in zip(points[::2], points[1::2], strict=True):
+        if first[0].format in FOUR_FORMATS[:2]:
+            keys = f"{first[0].block_c} to {second[0].block_c} keys per block"
+            name = f"{label}, {_where(first[0])}, {keys}"
+            yield Case(name, _difference(second, first), *wanted, "x")
 
 
 def _share(steps: str, points: Points) -> Iterator[Case]:
@@ -115,20 +103,16 @@ def _share(steps: str, points: Points) -> Iterator[Case]:
         yield Case(f"{name}, all but these", share["", steps], high=0.5, unit=unit)
 
 
-def _deltas(above: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+def _deltas(above: str, wanted: Range, points: Points) -> Iterator[Case]:
     """The error with D from `above` over that with D from the exact O, at the largest length."""
-
-    def cases(points: Points) -> Iterator[Case]:
-        longest = max(cell.seqlen for cell, _ in points)
-        for (cell, result), gradient in itertools.product(points, ("dq", "dk")):
-            if cell.seqlen == longest:
-                error = result[f"{above} {gradient}"]["relative"]
-                name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
-                note = f" (error {median_interval(error).middle:.2g})"
-                value = ratio(error, result[f"exact {gradient}"]["relative"])
-                yield Case(name, value, *wanted, "x", note)
-
-    return cases
+    longest = max(cell.seqlen for cell, _ in points)
+    for (cell, result), gradient in itertools.product(points, ("dq", "dk")):
+        if cell.seqlen == longest:
+            error = result[f"{above} {gradient}"]["relative"]
+            name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
+            note = f" (error {median_interval(error).middle:.2g})"
+            value = ratio(error, result[f"exact {gradient}"]["relative"])
+            yield Case(name, value, *wanted, "x", note)
 
 
 FORWARD_CLAIMS: tuple[Claim, ...] = (
@@ -143,83 +127,84 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "tenfold", f"{PAPER}, abstract and Fig. 4",
         "At BF16, flash attention deviates about ten times as much as baseline attention.",
         f"max |output - FP64|, flash over baseline: {range_text(*TENFOLD)}.",
-        emulated("5"), _over_baseline("length {seqlen}", TENFOLD),
+        emulated("5"), partial(_over_baseline, "length {seqlen}", TENFOLD),
     ),
     Claim(
         "more", f"{PAPER}, Fig. 4",
         "Flash attention is further from the FP64 value than baseline attention.",
         f"The same ratio in BF16 and FP16: {range_text(*MORE)}.",
-        emulated("4"), _over_baseline("{format}", MORE),
+        emulated("4"), partial(_over_baseline, "{format}", MORE),
     ),
     Claim(
         "length-max", f"{PAPER}, Fig. 5a",
         "The largest difference between the two grows with the sequence length.",
         f"max |flash - baseline|, BF16, the longest over the shortest: {range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max"),
+        emulated("5"), partial(_ends, "seqlen", _LENGTHS, GROWS, ("max",)),
     ),
     Claim(
         "length-relative", f"{OURS}, on Fig. 5a",
         "So does the largest difference relative to the largest output.",
         f"max |flash - baseline| / max |baseline|: {range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", _LENGTHS, GROWS, "max_relative"),
+        emulated("5"), partial(_ends, "seqlen", _LENGTHS, GROWS, ("max_relative",)),
     ),
     Claim(
         "length-mean", f"{PAPER}, Fig. 5b",
         "Mean and spread of the difference grow with the sequence length.",
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
-        emulated("5"), _ends("seqlen", f"{{metric}}, {_LENGTHS}", GROWS, "mean", "std"),
+        emulated("5"), partial(_ends, "seqlen", f"{{metric}}, {_LENGTHS}", GROWS, ("mean", "std")),
     ),
     Claim(
         "swapped", f"{PAPER}, Fig. 6a",
         "Swapping the dimensions of a block makes the difference from baseline larger.",
         "max |flash - baseline|, swapped (B_c = d, B_r = M/4d) over the paper's (B_c = M/4d, "
         f"B_r = d; M/4d > d), BF16 and FP16: {range_text(*MORE)}.",
-        emulated("6a"), _paired("swapped", MORE),
+        emulated("6a"), partial(_paired, "swapped", MORE),
     ),
     Claim(
         "square", f"{PAPER}, Fig. 6b",
         "Whether a block is square has no effect on the difference from baseline.",
         "max |flash - baseline|, four times as many keys as rows over square blocks of equal area, "
         f"BF16 and FP16: {range_text(*SAME)}.",
-        emulated("6b"), _paired("wide", SAME),
+        emulated("6b"), partial(_paired, "wide", SAME),
     ),
     Claim(
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
-        emulated("6c"), _ends("block_c", "{format}, B_c = {first} to {last}", FALLS, "max"),
+        emulated("6c"),
+        partial(_ends, "block_c", "{format}, B_c = {first} to {last}", FALLS, ("max",)),
     ),
     Claim(
         "rescale", f"{PAPER}, explanation of Fig. 6c as we read it",
         "The rescaling factors that tiling adds are where the deviation comes from.",
         "BF16 in the factors exp(m_before - m_after) alone: at least half of the whole deviation; "
         "in all other steps: at most half.",
-        emulated("ablation"), functools.partial(_share, "rescale"),
+        emulated("ablation"), partial(_share, "rescale"),
     ),
     Claim(
         "tiling", f"{OURS}, on the same",
         "Rounding the factors and everything that is multiplied by them makes at least half.",
         "The same for the factors, their products with l, O and P V, and the sum of the last two.",
-        emulated("ablation"), functools.partial(_share, TILING),
+        emulated("ablation"), partial(_share, TILING),
     ),
     Claim(
         "d-matters", OURS,
         "D = rowsum(dO * O) from the rounded O makes most of the error of dq and dk.",
         "Emulated kernels: relative error of dq and dk with D from the rounded O over that with D "
         f"from O before rounding: {range_text(*D_MATTERS)}.",
-        emulated("backward"), _deltas("rounded", D_MATTERS),
+        emulated("backward"), partial(_deltas, "rounded", D_MATTERS),
     ),
     Claim(
         "d-cure", OURS,
         "Keeping what rounding took from O in a second 16-bit tensor removes this error.",
         f"The same with D from O and its residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual", D_CURED),
+        emulated("backward"), partial(_deltas, "residual", D_CURED),
     ),
     Claim(
         "d-cure-8", OURS,
         "A residual of 8 bits, in units of 1/256 gap at O, removes it as well.",
         f"The same with an 8-bit residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual8", D_CURED),
+        emulated("backward"), partial(_deltas, "residual8", D_CURED),
     ),
 )  # fmt: skip

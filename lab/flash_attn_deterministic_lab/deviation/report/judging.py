@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attentions.registry import LABELS
@@ -18,13 +18,7 @@ NOT_REPRODUCED = "does not hold"
 UNDECIDED = "not decided by this data"
 NOT_TESTED = "not tested"
 QUICK = "no verdict: a quick study"
-MARKS = {
-    REPRODUCED: "yes",
-    NOT_REPRODUCED: "no",
-    UNDECIDED: "none",
-    NOT_TESTED: "none",
-    QUICK: "none",
-}
+MARKS = {REPRODUCED: "yes", NOT_REPRODUCED: "no", CONDITIONAL: "some"}  # others: none
 Range = tuple[float, float]
 _NAMED = 4  # conditions that are named; the list of numbers has all
 
@@ -60,9 +54,12 @@ class Outcome:
     """What the data says of a claim."""
 
     verdict: str
-    numbers: list[str] = field(default_factory=list)
     condition: str = ""
     cases: Sequence[Case] = ()
+
+    @property
+    def numbers(self) -> list[str]:
+        return [str(case) for case in self.cases]
 
 
 def title(name: str) -> str:
@@ -127,9 +124,8 @@ class Claim:
     def judge(self, evidence: Evidence, quick: Collection[str] = ()) -> Outcome:
         """Returns what the data says; of the studies in `quick` the numbers only."""
         if self.study not in evidence:
-            return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
-        cases = list(self.cases(evidence[self.study]))
-        outcome = replace(decide(cases), cases=cases)
+            return Outcome(NOT_TESTED, f"the study of {self.study} was not run")
+        outcome = decide(list(self.cases(evidence[self.study])))
         if self.study in quick and outcome.verdict != NOT_TESTED:
             return replace(outcome, verdict=QUICK, condition="")
         return outcome
@@ -142,19 +138,18 @@ def decide(cases: Sequence[Case]) -> Outcome:
     does, and at least one is decided: it does not. Else the data do not decide.
     """
     if not cases:
-        return Outcome(NOT_TESTED, [], "the studies hold no data on it")
-    numbers = [str(case) for case in cases]
+        return Outcome(NOT_TESTED, "the studies hold no data on it")
     held = [case.name for case in cases if case.holds]
     failed = any(case.holds is False for case in cases)
     if len(held) == len(cases):
-        return Outcome(REPRODUCED, numbers)
+        return Outcome(REPRODUCED, cases=cases)
     if not held:
-        return Outcome(NOT_REPRODUCED if failed else UNDECIDED, numbers)
+        return Outcome(NOT_REPRODUCED if failed else UNDECIDED, cases=cases)
     some = "; ".join(held[:_NAMED]) + ("; ..." if len(held) > _NAMED else "")
     count = f"holds in {len(held)} of {len(cases)} cases"
     if failed:
-        return Outcome(CONDITIONAL, numbers, f"{count}: {some}")
-    return Outcome(UNDECIDED, numbers, f"{count} ({some}), and no other case is decided")
+        return Outcome(CONDITIONAL, f"{count}: {some}", cases)
+    return Outcome(UNDECIDED, f"{count} ({some}), and no other case is decided", cases)
 
 
 def ratio(above: Sequence[float | None], below: Sequence[float | None]) -> Interval:

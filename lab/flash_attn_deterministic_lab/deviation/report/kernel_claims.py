@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..numbers.intervals import Interval, median_interval
@@ -21,29 +22,25 @@ def _place(point: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _over_explicit(
-    part: str, metric: str, wanted: Range, gradients: Sequence[str] = ("",),
+    part: str, metric: str, wanted: Range, kernels: Kernels, *, gradients: Sequence[str] = ("",),
     names: Sequence[str] = FLASH, formats: Sequence[str] = ("bf16", "fp16"),
-) -> Callable[[Kernels], Iterator[Case]]:  # fmt: skip
+) -> Iterator[Case]:  # fmt: skip
     """Each flash kernel over explicit attention, over all lengths of a kind of inputs."""
-
-    def cases(kernels: Kernels) -> Iterator[Case]:
-        for gradient in gradients:
-            shown = [p for p in kernels[part]
-                     if p.get("gradient", "") == gradient and p["format"] in formats]  # fmt: skip
-            explicit = {_place(p): p["result"] for p in shown if p["backend"] == "explicit"}
-            found: dict[str, list[Interval]] = {}
-            for p in shown:
-                if p["backend"] in names and _place(p) in explicit:
-                    label = f"{title(p['backend'])}, {p['format'].upper()}, "
-                    label += title(p["inputs"]) + (f", {gradient}" if gradient else "")
-                    over = ratio(p["result"][metric], explicit[_place(p)][metric])
-                    found.setdefault(label, []).append(over)
-            for label, all_lengths in found.items():
-                low, middle, high = zip(*(i.listed() for i in all_lengths), strict=True)
-                value = Interval(min(low), median_interval(middle).middle, max(high))
-                yield Case(label, value, *wanted, "x, all lengths")
-
-    return cases
+    for gradient in gradients:
+        shown = [p for p in kernels[part]
+                 if p.get("gradient", "") == gradient and p["format"] in formats]  # fmt: skip
+        explicit = {_place(p): p["result"] for p in shown if p["backend"] == "explicit"}
+        found: dict[str, list[Interval]] = {}
+        for p in shown:
+            if p["backend"] in names and _place(p) in explicit:
+                label = f"{title(p['backend'])}, {p['format'].upper()}, "
+                label += title(p["inputs"]) + (f", {gradient}" if gradient else "")
+                over = ratio(p["result"][metric], explicit[_place(p)][metric])
+                found.setdefault(label, []).append(over)
+        for label, all_lengths in found.items():
+            low, middle, high = zip(*(i.listed() for i in all_lengths), strict=True)
+            value = Interval(min(low), median_interval(middle).middle, max(high))
+            yield Case(label, value, *wanted, "x, all lengths")
 
 
 def _repeats(kernels: Kernels) -> Iterator[Case]:
@@ -61,14 +58,15 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "real", f"{PAPER}, abstract, on real kernels",
         "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
         f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
-        ON_GPU, _over_explicit("forward", "max", TENFOLD, formats=("bf16",)),
+        ON_GPU, partial(_over_explicit, "forward", "max", TENFOLD, formats=("bf16",)),
     ),
     Claim(
         "real-backward", OURS,
         "Gradients of real flash kernels are further from FP64 than explicit attention's.",
         "Relative error of dq, dk and dv over that of explicit attention in the format: "
         f"{range_text(*MORE)}, from the least to the largest length.",
-        ON_GPU, _over_explicit("backward", "relative", MORE, ("dq", "dk", "dv")),
+        ON_GPU,
+        partial(_over_explicit, "backward", "relative", MORE, gradients=("dq", "dk", "dv")),
     ),
     Claim(
         "real-residual", OURS,
@@ -76,7 +74,8 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "attention's.",
         f"The same for these kernels: {range_text(*NO_MORE)}.",
         ON_GPU,
-        _over_explicit("backward", "relative", NO_MORE, ("dq", "dk"), ("ours+residual",)),
+        partial(_over_explicit, "backward", "relative", NO_MORE, gradients=("dq", "dk"),
+                names=("ours+residual",)),
     ),
     Claim(
         "noise", OURS,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...errors import ArgumentError
 from ...pictures import Held, held
 from ...shared.document import Document, Section, html, markdown
 from ...shared.files import write_files
-from ..numbers.intervals import Interval, finite, median_interval, short
+from ..numbers.intervals import Interval, finite, short
 from ..study.files import SCHEMA, read_result, write_result
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS
@@ -125,7 +124,7 @@ def _sections(
             text = f"{outcome.condition[0].upper()}{outcome.condition[1:]}. {text}"
         yield Section(claim.text, text, outcome.numbers, figures, key=claim.key,
                       source=claim.source, verdict=outcome.verdict,
-                      mark=MARKS.get(outcome.verdict, "some"))  # fmt: skip
+                      mark=MARKS.get(outcome.verdict, "none"))  # fmt: skip
     for value in values.values():
         yield from _tables(value)
 
@@ -165,13 +164,10 @@ def _setup(value: dict[str, Any]) -> str:
 
 def _tables(value: dict[str, Any]) -> Iterator[Section]:
     """Tables that no claim has: errors of the gradients, every run."""
-    kind = value["kind"]
-    if kind == "training":
+    if value["kind"] == "training":
         yield Section("Every run of the training study", header=SUMMARY_HEADER, rows=summary(value))
-    if kind == "gradients":
+    if value["kind"] == "gradients":
         yield from _gradient_tables(value)
-    if kind == "kernels" and value["backward"]:
-        yield _gradients_table(value["backward"])
 
 
 def _gradient_tables(value: dict[str, Any]) -> Iterator[Section]:
@@ -214,22 +210,3 @@ def _least_and_largest(found: list[dict[str, Any]], name: str, measure: str) -> 
 
 def _shown(found: dict[str, list[float]]) -> list[str]:
     return [str(Interval.read(found[measure])) for measure in MEASURES]
-
-
-def _gradients_table(points: list[dict[str, Any]]) -> Section:
-    """Relative errors of every attention on every distribution, at the largest length."""
-    seqlen = max(point["seqlen"] for point in points)
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for p in points:
-        if p["seqlen"] == seqlen:
-            key = (title(p["inputs"]), p["format"].upper(), str(p["head_dim"]),
-                   title(p["backend"]))  # fmt: skip
-            rows.setdefault(key, list(key)).append(_median(p["result"]["relative"], ".2e"))
-    header = ["inputs", "format", "d", "attention", "dq", "dk", "dv"]
-    name = f"Deviation of gradients, length {seqlen}: ‖d‖ / ‖gradient‖"
-    return Section(name, header=header, rows=list(rows.values()))
-
-
-def _median(values: Sequence[float | None], digits: str) -> str:
-    found = median_interval(values).middle
-    return "overflow" if math.isnan(found) else f"{found:{digits}}"

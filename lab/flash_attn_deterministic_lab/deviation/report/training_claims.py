@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from scipy import stats
@@ -24,6 +25,7 @@ FLASH = ("paper", "kernel", "ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn")
 
 Training = dict[str, Any]
 History = dict[str, list[float | None]]
+Measure = Callable[[History, str], float | None]  # of a distance by its name
 
 
 def _flash(training: Training, prefix: str = "") -> list[str]:
@@ -59,19 +61,17 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     return float(line.slope)
 
 
-def _pairs(
-    training: Training, left: str, right: str, value: Callable[[History], float | None]
-) -> list[tuple[float | None, float | None]]:
-    """A number of two runs, seed by seed, of the seeds that have both."""
+def _ratios(
+    training: Training, left: str, right: str, value: Measure, measure: str
+) -> list[float | None]:
+    """A number of one run over that of another, seed by seed, of the seeds that have both."""
     first, second = by_seed(training, left), by_seed(training, right)
-    return [(value(first[seed]), value(second[seed])) for seed in first if seed in second]
-
-
-def _over(pairs: Sequence[tuple[float | None, float | None]]) -> Interval:
-    """The geometric mean of left over right."""
-    return geometric_interval(
-        [left / right if left is not None and right else None for left, right in pairs]
-    )
+    pairs = [
+        (value(first[seed], measure), value(second[seed], measure))
+        for seed in first
+        if seed in second
+    ]
+    return [one / other if one is not None and other else None for one, other in pairs]
 
 
 def _repeat(training: Training) -> Iterator[Case]:
@@ -86,9 +86,9 @@ def _repeat(training: Training) -> Iterator[Case]:
 def _init(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         for measure in ("max_difference", "wasserstein"):
-            pairs = _pairs(training, name, "init", lambda h, m=measure: _end(h, m))  # type: ignore[misc]
-            if pairs:
-                yield Case(f"{name}, {measure.replace('_', ' ')}", _over(pairs), *LESS, "x")
+            if ratios := _ratios(training, name, "init", _end, measure):
+                value = geometric_interval(ratios)
+                yield Case(f"{name}, {measure.replace('_', ' ')}", value, *LESS, "x")
 
 
 def _grows(training: Training) -> Iterator[Case]:
@@ -97,14 +97,11 @@ def _grows(training: Training) -> Iterator[Case]:
         yield Case(f"{name}, power of the steps", mean_interval(found), *GROWING)
 
 
-def _low_precision(measure: Callable[[History, str], float | None], wanted: Range) -> Any:
-    def cases(training: Training) -> Iterator[Case]:
-        for name in _flash(training, FP16):
-            pairs = _pairs(training, "fp16", name, lambda h: measure(h, "wasserstein"))
-            if pairs:
-                yield Case(f"FP16 for FP32, over {name}", _over(pairs), *wanted, "x")
-
-    return cases
+def _low_precision(measure: Measure, wanted: Range, training: Training) -> Iterator[Case]:
+    for name in _flash(training, FP16):
+        if ratios := _ratios(training, "fp16", name, measure, "wasserstein"):
+            value = geometric_interval(ratios)
+            yield Case(f"FP16 for FP32, over {name}", value, *wanted, "x")
 
 
 def _nulls(training: Training) -> dict[str, list[History]]:
@@ -171,14 +168,14 @@ def _claims(study: str, prefix: str, what: str) -> tuple[Claim, ...]:
             "precision's.",
             "Wasserstein distance at the end of FP16 from FP32 training, over that of FP16 "
             f"training with flash from one with explicit attention: {range_text(*LOWER)}.",
-            study, _low_precision(_end, LOWER),
+            study, partial(_low_precision, _end, LOWER),
         ),
         Claim(
             f"{prefix}steeper", f"{PAPER}, Fig. 8",
             f"{what}: the distance by low precision grows faster.",
             "Slope of a line through the same Wasserstein distances at all steps, FP16 for FP32 "
             f"over flash in FP16: {range_text(*MORE)}.",
-            study, _low_precision(_rate, MORE),
+            study, partial(_low_precision, _rate, MORE),
         ),
         Claim(
             f"{prefix}null", OURS,
