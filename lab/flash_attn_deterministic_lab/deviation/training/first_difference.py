@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,36 +20,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HERE = ("/torch/", "first_difference.py")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first operation whose result differs."""
-
-    # Such as aten.addmm.default; where another one ran than the first time, both.
-    operation: str
-    number: int  # of operations that came before
-    step: int  # optimizer steps before it
-    shapes: tuple[tuple[int, ...], ...]  # of its results
-    differs: tuple[bool, ...]  # each of them
-    where: str  # the line that called it; in a backward, "backward"
-    time: int  # which of the repeats differed, counted from 1
-
-    def __str__(self) -> str:
-        which = ", ".join(
-            f"{shape} {'differs' if differs else 'is equal'}"
-            for shape, differs in zip(self.shapes, self.differs, strict=False)
-        )
-        return (
-            f"repeat {self.time}, step {self.step}: {self.operation} (operation {self.number}, "
-            f"{self.where}): {which}; all that came before has equal bits"
-        )
-
-
 class _Entry(NamedTuple):
-    operation: str
-    step: int
-    where: str
-    shapes: tuple[tuple[int, ...], ...]
-    bits: tuple[int, ...] = ()
+    operation: str  # such as aten.addmm.default
+    step: int  # optimizer steps before it
+    where: str  # the line that called it; in a backward, "backward"
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    bits: tuple[int, ...] = ()  # of each
 
 
 _END = _Entry("the end", 0, "-", ())
@@ -105,18 +79,14 @@ def _caller(frame: FrameType | None) -> str:
     return "backward"
 
 
-def first_difference(setup: Setup, times: int = 3) -> Difference | None:
+def first_difference(setup: Setup, times: int = 3) -> str | None:
     """Repeats a training and compares every operation's result with the first time, bit by bit.
 
     Fingerprints are sums of integers, which have no order. Memory that is not initialised holds NaN
     while this runs, so that an operation that reads it shows.
 
-    Args:
-        setup: what is trained, with which attention and for how many steps.
-        times: how often it is repeated.
-
     Returns:
-        The first operation with other bits; None: all were equal every time.
+        The first operation with other bits, in words; None: all were equal every time.
 
     Raises:
         ArgumentError: nothing would be repeated.
@@ -128,14 +98,18 @@ def first_difference(setup: Setup, times: int = 3) -> Difference | None:
     for time in range(1, times + 1):
         other = _traced(setup)
         for number, (left, right) in enumerate(itertools.zip_longest(first, other, fillvalue=_END)):
-            operation, bits = left.operation, right.bits
+            operation, bits = right.operation, right.bits
             if (left.operation, left.shapes) != (right.operation, right.shapes):
-                operation = f"{right.operation} in the place of {left.operation}"
+                operation += f" in the place of {left.operation}"
             elif left.bits == bits:
                 continue
-            differs = tuple(map(operator.ne, left.bits, bits))
-            return Difference(
-                operation, number, right.step, right.shapes, differs, right.where, time
+            results = ", ".join(
+                f"{shape} {'is equal' if one == again else 'differs'}"
+                for shape, one, again in zip(right.shapes, left.bits, bits, strict=False)
+            )
+            return (
+                f"repeat {time}, step {right.step}: {operation} (operation {number}, "
+                f"{right.where}): {results}; all that came before has equal bits"
             )
     return None
 

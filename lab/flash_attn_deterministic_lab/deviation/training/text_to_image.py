@@ -32,11 +32,6 @@ def draw_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws images and their texts.
 
-    Args:
-        batch: how many.
-        side: height and width in pixels.
-        generator: of the choices.
-
     Returns:
         images (batch, 3, side, side) in [-1, 1], float32, and texts (batch, TEXT_LENGTH), indices
         into WORDS: one word for colour, shape, size, column, row and background.
