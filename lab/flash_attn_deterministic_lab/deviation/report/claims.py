@@ -15,20 +15,32 @@ COMMON = (0.5, 1.0)  # share of the squared error that is the same in every batc
 NOT_COMMON = (-0.1, 0.1)
 LARGE = (10.0, float("inf"))  # error over the gradient with exact attention
 CURED = (0.0, 1.5)
+# Of gradients of a model.
+LITTLE = (0.0, 0.01)  # error over the spread of gradients between batches
+KERNELS_OF_MODELS = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn")
 
-_UNITS = {"systematic": " of the squared error in common", "error": "x exact gradient"}
-_MEASURES = {"systematic": "share in common to batches", "error": "size of the error"}
+_MEASURES = {  # what each is, and its unit
+    "systematic": ("share in common to batches", " of the squared error in common"),
+    "error": ("size of the error", "x exact gradient"),
+    "noise": ("error over the spread between batches", " of the noise of a batch"),
+}
 
 
-def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Range]) -> Claim:
+def _claim(
+    key: str, source: str, text: str, *wanted: tuple[str, str, Range], study: str = SINKS
+) -> Claim:
+    """A claim on gradients: ranges of measures of attentions."""
+
     def cases(whole: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
         for name, measure, bounds in wanted:
             if name in whole:
-                yield Case(name, Interval.read(whole[name][measure]), *bounds, _UNITS[measure])
+                value = Interval.read(whole[name][measure])
+                yield Case(name, value, *bounds, _MEASURES[measure][1])
 
     tests = {measure: bounds for _, measure, bounds in wanted}
-    how = "; ".join(f"{_MEASURES[name]}: {range_text(*tests[name])}" for name in tests)
-    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, cases)
+    how = "; ".join(f"{_MEASURES[name][0]}: {range_text(*tests[name])}" for name in tests)
+    of = "W_q" if study == SINKS else "all weights"
+    return Claim(key, source, text, f"Gradient of {of}. {how}.", study, cases)
 
 
 FAILURE_CLAIMS: tuple[Claim, ...] = (
@@ -58,30 +70,15 @@ FAILURE_CLAIMS: tuple[Claim, ...] = (
     ),
 )  # fmt: skip
 
-
-KERNELS_OF_MODELS = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn")
-LITTLE = (0.0, 0.01)  # of the spread of gradients between batches
-
-
-def _of_model(whole: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
-    for name in KERNELS_OF_MODELS:
-        if name in whole:
-            noise, common = (Interval.read(whole[name][part]) for part in ("noise", "systematic"))
-            yield Case(name, noise, *LITTLE, " of the noise of a batch")
-            yield Case(f"{name}, common", common, *NOT_COMMON, _UNITS["systematic"])
-
-
-MODEL_CLAIMS = (
-    Claim(
-        "model-noise", OURS,
-        "In a trained model the error of kernels is less than 1 % of the noise of a batch, and "
-        "batches have none of it in common.",
-        "Error of the whole gradient over its spread between batches: "
-        f"{range_text(*LITTLE)}; {_MEASURES['systematic']}: {range_text(*NOT_COMMON)}.",
-        MODEL, _of_model,
-    ),
+MODEL_CLAIM = _claim(
+    "model-noise", OURS,
+    "In a trained model the error of kernels is less than 1 % of the noise of a batch, and "
+    "batches have none of it in common.",
+    *((name, measure, bounds) for name in KERNELS_OF_MODELS
+      for measure, bounds in (("noise", LITTLE), ("systematic", NOT_COMMON))),
+    study=MODEL,
 )  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (
-    *FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, *MODEL_CLAIMS, *FAILURE_CLAIMS
+    *FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS, MODEL_CLAIM, *FAILURE_CLAIMS
 )  # fmt: skip
