@@ -10,6 +10,7 @@ import torch
 from flash_attn_deterministic_lab.deviation.attentions.masks import Call
 from flash_attn_deterministic_lab.deviation.instrument.gradients import run_gradients
 from flash_attn_deterministic_lab.deviation.instrument.target import ModelPlan, load_target
+from flash_attn_deterministic_lab.deviation.study import environment
 from flash_attn_deterministic_lab.deviation.training.runs import Run, Setup, train
 from flash_attn_deterministic_lab.deviation.training.sinks import Sinks
 
@@ -20,10 +21,8 @@ NAMES = ("torch-lines", "torch-lines-shifted", "kernel", "kernel+residual", "ker
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with environment.one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic_lab.deviation.attentions.registry import find_attention
+from flash_attn_deterministic_lab.deviation.study import environment
 from flash_attn_deterministic_lab.deviation.study.files import read_result
 from flash_attn_deterministic_lab.deviation.training import training_study
 from flash_attn_deterministic_lab.deviation.training.language import (
@@ -52,10 +53,8 @@ SETUP = Setup("drawings-tiny", "explicit", steps=6, device="cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with environment.one_thread():
+        yield
 
 
 def test_drawings_show_what_the_text_says() -> None:

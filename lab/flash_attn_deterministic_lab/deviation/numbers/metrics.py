@@ -11,7 +11,6 @@ import torch
 from ...errors import ArgumentError
 from .formats import NumberFormat
 
-METRICS = ("max", "mean", "std", "rmse", "relative", "max_relative", "ulp_max", "ulp_mean", "bias")
 Metrics = dict[str, list[float]]
 
 
@@ -56,7 +55,7 @@ def deviation(actual: torch.Tensor, golden: torch.Tensor, number_format: NumberF
         "ulp_mean": ulps.mean(1),
         "bias": difference.mean(1),
     }
-    return {name: values[name].tolist() for name in METRICS}
+    return {name: found.tolist() for name, found in values.items()}
 
 
 def distances(mine: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> dict[str, float]:
