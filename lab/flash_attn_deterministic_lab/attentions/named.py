@@ -16,9 +16,7 @@ from ..errors import ArgumentError
 def find_callable(name: str, argument: str) -> Any:
     """Imports MODULE:NAME, also from the working directory, or FILE.py:NAME.
 
-    Args:
-        name: of the callable.
-        argument: what the user calls it, for messages.
+    Messages begin with `argument`, as the user calls it.
 
     Raises:
         ArgumentError: there is none, or it can't be called.

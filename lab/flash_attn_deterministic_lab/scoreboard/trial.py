@@ -27,14 +27,9 @@ Result = dict[str, Any]
 def try_row(
     row: Row, attention: Attention, expected: Attend, sizes: Sizes, seconds: float
 ) -> Result:
-    """Runs a row.
+    """Runs a row on an attention that computes, up to roundings, the same function as `expected`.
 
-    Args:
-        row: the promise.
-        attention: the attention under test.
-        expected: computes the same function, up to roundings.
-        sizes: of the problems.
-        seconds: after which no further case starts; the first one always does.
+    After `seconds` no further case starts; the first one always does.
 
     Returns:
         `status`, `cases` and `equal` (how many were tried, and how many kept their bits), `reason`

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from flash_attn_deterministic_lab.deviation.emulate.steps import LINES, TILING
+from flash_attn_deterministic_lab.deviation.emulate.steps import TILING
 from flash_attn_deterministic_lab.deviation.forward.cells import Cell
 from flash_attn_deterministic_lab.deviation.forward.plan import Points
 from flash_attn_deterministic_lab.deviation.numbers.intervals import Interval
-from flash_attn_deterministic_lab.deviation.numbers.metrics import METRICS
 from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS
 from flash_attn_deterministic_lab.deviation.report.judging import (
     CONDITIONAL,
@@ -28,6 +27,8 @@ from flash_attn_deterministic_lab.deviation.report.judging import (
     evidence_of,
     study_of,
 )
+
+METRICS = ("max", "mean", "std", "relative", "max_relative")
 
 
 def _spread(value: float, width: float = 0.01) -> list[float]:
@@ -136,7 +137,6 @@ def test_steps_alone_and_all_steps_but_them(
     points: Points = [
         (Cell(), _result(1)),
         (Cell(only="state"), _result(0.5)),
-        (Cell(only=LINES), _result(0.2)),
         (Cell(only=steps), _result(alone)),
         (Cell(exempt=steps), _result(others)),
     ]

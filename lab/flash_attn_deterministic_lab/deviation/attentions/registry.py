@@ -74,8 +74,6 @@ def _kernel(call: Call, attention: Kernel) -> torch.Tensor:
     """
     options: dict[str, Any] = {} if call.scale is None else {"scale": call.scale}
     if call.mask is not None:
-        if "mask" not in attention.takes:
-            raise ArgumentError(f"attn_mask: expected None with {attention.name}, got a mask")
         options["mask"] = call.mask
     if call.causal and call.q.shape[-2] != call.k.shape[-2]:
         raise ArgumentError(
@@ -147,13 +145,10 @@ def find_attention(name: str) -> Attention:
     return found
 
 
-def gradients_of(
-    attention: Attention | str, call: Call, dout: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Returns dq, dk and dv of an attention, or of one of this name."""
-    attend = find_attention(attention) if isinstance(attention, str) else attention
+def gradients_of(attention: Attention, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk and dv."""
     leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
-    out = attend(*leaves, attn_mask=call.mask, is_causal=call.causal, scale=call.scale)
+    out = attention(*leaves, attn_mask=call.mask, is_causal=call.causal, scale=call.scale)
     return torch.autograd.grad(out, leaves, dout)
 
 

@@ -26,8 +26,7 @@ STEP_NAMES = (
 # What tiling adds to a line of the algorithm: products with factors of the maximum, their sum, and
 # the factors. One rounding per line leaves out what is within a line.
 WITHIN_LINES = ("sum_terms", "weight", "products", "mixed")
-LINES = "+".join(WITHIN_LINES)
-TILING = f"rescale+{LINES}"
+TILING = "+".join(("rescale", *WITHIN_LINES))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attentions.masks import Call
-from ..attentions.registry import gradients_of
+from ..attentions.registry import find_attention, gradients_of
 from ..emulate.explicit import explicit_attention, golden_attention
 from ..emulate.gradients import DELTAS
 from ..emulate.simulate import tiled_attention
@@ -75,8 +75,12 @@ def _calls(cell: Cell) -> list[Call]:
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    stacked = [[torch.stack(part) for part in zip(*group, strict=True)] for group in groups]
-    return [Call(*(plain.round(t).to(plain.container) for t in qkv)) for qkv in stacked]
+    calls = []
+    for group in groups:
+        stacked = (torch.stack(part) for part in zip(*group, strict=True))
+        q, k, v = (plain.round(tensor).to(plain.container) for tensor in stacked)
+        calls.append(Call(q, k, v))
+    return calls
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,15 +110,16 @@ def _gradients(cell: Cell) -> Iterator[Result]:
     number_format, _ = cell.number_formats()
     names = {delta: f"{cell.preset}:{cell.format}+{delta}" for delta in DELTAS}
     names["explicit"] = f"explicit:{cell.format}"
+    attentions = {label: find_attention(name) for label, name in names.items()}
     for seed, call in enumerate(_calls(cell)):
         generator = torch.Generator().manual_seed(99 + seed)
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         dout = torch.randn(shape, generator=generator, dtype=torch.float64)
         dout = number_format.round(dout)
-        golden = gradients_of("exact", call.to(torch.float64), dout)
+        golden = gradients_of(find_attention("exact"), call.to(torch.float64), dout)
         yield {
             f"{label} {name}": deviation(actual, exact, number_format)
-            for label, attention in names.items()
+            for label, attention in attentions.items()
             for name, actual, exact in zip(
                 ("dq", "dk", "dv"), gradients_of(attention, call, dout.to(call.q.dtype)), golden,
                 strict=True,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ..emulate.steps import LINES, PRESETS, STEP_NAMES, TILING
+from ..emulate.steps import PRESETS, STEP_NAMES, TILING
 from ..study.environment import Progress, one_thread
 from ..study.files import new_result, write_result
 from .cells import Cell, Result, run_cell
 from .inputs import DISTRIBUTIONS
 
-FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
+SIXTEEN_BITS = ("bf16", "fp16")  # formats of kernels
+FOUR_FORMATS = (*SIXTEEN_BITS, "fp32", "fp64")
 _PRESETS = ("paper", "kernel", "tree")  # the first: of figures of one preset
 _TWO = ("uniform", "normal")  # distributions, of figures that don't show all
 _HEAD_DIM = Cell.head_dim
@@ -65,9 +66,7 @@ def _formats(plan: Plan) -> list[Cell]:
 
 
 def _golden(plan: Plan) -> list[Cell]:
-    base, others = plan.base(), [name for name in PRESETS if name not in _PRESETS]
-    cells = _grid(base, preset=_PRESETS, format=FOUR_FORMATS, inputs=plan.inputs)
-    return cells + _grid(base, preset=others, format=FOUR_FORMATS[:2], inputs=plan.inputs)
+    return _grid(plan.base(), preset=PRESETS, format=SIXTEEN_BITS, inputs=plan.inputs)
 
 
 def _lengths(plan: Plan) -> list[Cell]:
@@ -78,9 +77,9 @@ def _lengths(plan: Plan) -> list[Cell]:
     ]
 
 
-def _blocks(plan: Plan, keys: Iterable[int]) -> list[Cell]:
+def _blocks(plan: Plan, keys: Iterable[int], formats: Sequence[str] = SIXTEEN_BITS) -> list[Cell]:
     """What figure 6 has of each format and distribution, at these sizes of blocks."""
-    formats = FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
+    formats = formats[:1] if plan.quick else formats
     return _grid(plan.base(), format=formats, inputs=_TWO, block_c=list(keys))
 
 
@@ -102,22 +101,21 @@ def _square(plan: Plan) -> list[Cell]:
 
 def _larger(plan: Plan) -> list[Cell]:
     sizes = (16, 64, 256) if plan.quick else (8, 16, 32, 64, 128, 256, 512)
-    return _blocks(plan, (size for size in sizes if size <= plan.seqlen))
+    return _blocks(plan, (size for size in sizes if size <= plan.seqlen), FOUR_FORMATS)
 
 
 def _ablation(plan: Plan) -> list[Cell]:
-    """Each step alone, all but it; all that tiling adds, and all within a line, the same way."""
+    """Each step alone, all that tiling adds alone, and all but what a claim names."""
     cells = []
     for cell in _grid(plan.base(), inputs=_TWO):
-        cells.append(cell)
-        for steps in (*STEP_NAMES, TILING, LINES):
-            cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
+        cells += [cell, *(replace(cell, only=steps) for steps in (*STEP_NAMES, TILING))]
+        cells += [replace(cell, exempt=steps) for steps in ("rescale", TILING)]
     return cells
 
 
 def _backward(plan: Plan) -> list[Cell]:
     base = replace(plan.base(), preset="kernel", kind="gradients")
-    return _grid(base, format=FOUR_FORMATS[:2], inputs=plan.inputs, seqlen=plan.seqlens[-5:-2])
+    return _grid(base, format=SIXTEEN_BITS, inputs=plan.inputs)
 
 
 FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
@@ -150,7 +148,7 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     start, progress = time.monotonic(), Progress("forward", len(unique))
     with one_thread():
         for cell in unique:
-            found.append({"cell": _differing(cell), "result": run_cell(cell)})
+            found.append({"cell": asdict(cell), "result": run_cell(cell)})
             progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
     value = {
         **new_result("forward", asdict(plan)),
@@ -160,12 +158,6 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     }
     write_result(folder, value)
     return value
-
-
-def _differing(cell: Cell) -> dict[str, Any]:
-    """A cell's fields that are not what `Cell()` has."""
-    plain = asdict(Cell())
-    return {name: value for name, value in asdict(cell).items() if value != plain[name]}
 
 
 def forward_points(value: dict[str, Any]) -> dict[str, Points]:

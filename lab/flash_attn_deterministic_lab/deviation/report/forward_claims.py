@@ -47,13 +47,12 @@ def _falling(points: Points) -> Iterator[Case]:
 
 
 def _over_baseline(where: str, wanted: Range, points: Points) -> Iterator[Case]:
-    """Flash over baseline, in the two 16-bit formats of kernels."""
+    """Flash over baseline."""
     for name, group in _groups(points):
         for cell, result in group:
-            if cell.format in FOUR_FORMATS[:2]:
-                value = ratio(result["flash"]["max"], result["baseline"]["max"])
-                place = where.format(format=cell.format.upper(), seqlen=cell.seqlen)
-                yield Case(f"{name}, {place}", value, *wanted, "x")
+            value = ratio(result["flash"]["max"], result["baseline"]["max"])
+            place = where.format(format=cell.format.upper(), seqlen=cell.seqlen)
+            yield Case(f"{name}, {place}", value, *wanted, "x")
 
 
 def _ends(
@@ -82,12 +81,10 @@ def _where(cell: Cell) -> str:
 
 
 def _paired(label: str, wanted: Range, points: Points) -> Iterator[Case]:
-    """The second of each pair of cells over the first, in the two 16-bit formats of kernels."""
+    """The second of each pair of cells over the first."""
     for first, second in zip(points[::2], points[1::2], strict=True):
-        if first[0].format in FOUR_FORMATS[:2]:
-            keys = f"{first[0].block_c} to {second[0].block_c} keys per block"
-            name = f"{label}, {_where(first[0])}, {keys}"
-            yield Case(name, _difference(second, first), *wanted, "x")
+        keys = f"{first[0].block_c} to {second[0].block_c} keys per block"
+        yield Case(f"{label}, {_where(first[0])}, {keys}", _difference(second, first), *wanted, "x")
 
 
 def _share(steps: str, points: Points) -> Iterator[Case]:
@@ -104,15 +101,13 @@ def _share(steps: str, points: Points) -> Iterator[Case]:
 
 
 def _deltas(above: str, wanted: Range, points: Points) -> Iterator[Case]:
-    """The error with D from `above` over that with D from the exact O, at the largest length."""
-    longest = max(cell.seqlen for cell, _ in points)
+    """The error with D from `above` over that with D from the exact O."""
     for (cell, result), gradient in itertools.product(points, ("dq", "dk")):
-        if cell.seqlen == longest:
-            error = result[f"{above} {gradient}"]["relative"]
-            name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
-            note = f" (error {median_interval(error).middle:.2g})"
-            value = ratio(error, result[f"exact {gradient}"]["relative"])
-            yield Case(name, value, *wanted, "x", note)
+        error = result[f"{above} {gradient}"]["relative"]
+        name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
+        note = f" (error {median_interval(error).middle:.2g})"
+        value = ratio(error, result[f"exact {gradient}"]["relative"])
+        yield Case(name, value, *wanted, "x", note)
 
 
 FORWARD_CLAIMS: tuple[Claim, ...] = (

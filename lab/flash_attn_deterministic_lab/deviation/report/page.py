@@ -126,7 +126,11 @@ def _sections(
                       source=claim.source, verdict=outcome.verdict,
                       mark=MARKS.get(outcome.verdict, "none"))  # fmt: skip
     for value in values.values():
-        yield from _tables(value)
+        if value["kind"] == "training":
+            name = "Every run of the training study"
+            yield Section(name, header=SUMMARY_HEADER, rows=summary(value))
+        if value["kind"] == "gradients":
+            yield from _gradient_tables(value)
 
 
 def _plots(judged: list[tuple[Claim, Outcome]], folder: Path) -> dict[str, Path]:
@@ -160,14 +164,6 @@ def _setup(value: dict[str, Any]) -> str:
     if kind == "forward":
         text += f"; {setup['seeds']} draws a point"
     return text
-
-
-def _tables(value: dict[str, Any]) -> Iterator[Section]:
-    """Tables that no claim has: errors of the gradients, every run."""
-    if value["kind"] == "training":
-        yield Section("Every run of the training study", header=SUMMARY_HEADER, rows=summary(value))
-    if value["kind"] == "gradients":
-        yield from _gradient_tables(value)
 
 
 def _gradient_tables(value: dict[str, Any]) -> Iterator[Section]:
