@@ -43,16 +43,14 @@ _flex = partial(Attention, takes=_FLEX_TAKES, devices=_BOTH, inside=torchs.flex_
 def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[str] = _MASK_TAKES,
           **more: Any) -> tuple[Attention, Attention]:  # fmt: skip
     """Returns a backend in its default setting, and with torch's deterministic algorithms."""
-    make = partial(torchs.sdpa, backend)
-    other = f"{name}-deterministic"
-    words = f"{title}, deterministic"
-    more = {"takes": takes, "chunk_mask": torchs.masks_chunks(backend), **more}
-    return (
-        Attention(name, title, make, deterministic=other, **more),
-        Attention(
-            other, words, make, inside=torchs.deterministic_torch, **{**more, "bench": False}
-        ),
-    )
+    plain = Attention(
+        name, title, partial(torchs.sdpa, backend), takes, deterministic=f"{name}-deterministic",
+        chunk_mask=torchs.masks_chunks(backend), **more,
+    )  # fmt: skip
+    return plain, dataclasses.replace(
+        plain, name=plain.deterministic, title=f"{title}, deterministic", deterministic="",
+        bench=False, inside=torchs.deterministic_torch,
+    )  # fmt: skip
 
 
 _ALL = (

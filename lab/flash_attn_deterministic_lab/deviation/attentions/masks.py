@@ -79,7 +79,12 @@ class Call:
         seqlen, bias = self.q.shape[-2], self.bias()
         tokens = (seqlen, seqlen)
         later = torch.ones(tokens, dtype=torch.bool, device=self.q.device).triu(1)
-        if self.k.shape[-2] != seqlen or bias is None or not _hides(bias, later):
+        # Some models hide by a large number.
+        if (
+            self.k.shape[-2] != seqlen
+            or bias is None
+            or not (bias.expand(*bias.shape[:-2], *tokens)[..., later] <= _HIDDEN).all()
+        ):
             raise ArgumentError(
                 "attention: expected a call in which each token sees none after it, got another: "
                 "nothing is decoded there"
@@ -90,9 +95,3 @@ class Call:
                 mask = mask.expand(*mask.shape[:-2], *tokens)[..., row : row + 1, : row + 1]
             k, v = (tensor[..., : row + 1, :] for tensor in (self.k, self.v))
             yield Call(self.q[..., row : row + 1, :], k, v, mask, scale=self.scale)
-
-
-def _hides(bias: torch.Tensor, places: torch.Tensor) -> bool:
-    """Returns whether all places are hidden, also by a large number, as some models do."""
-    there = bias.expand(*bias.shape[:-2], *places.shape)[..., places]
-    return bool((there <= _HIDDEN).all())
