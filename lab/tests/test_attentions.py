@@ -111,6 +111,31 @@ def test_pages_of_packed_sequences_reach_flash_attention_2(
     }  # fmt: skip
 
 
+def test_kernels_of_flash_attention_3_are_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def bwd(dout: torch.Tensor, *tensors: torch.Tensor, **given: object) -> None:
+        calls.append(given)
+        for number, gradient in enumerate(tensors[5:], 1):
+            gradient.fill_(number)
+
+    def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> list[object]:
+        calls.append(given)
+        return [q + 1, torch.zeros(1), None, None]
+
+    namespace = types.SimpleNamespace(fwd=fwd, bwd=bwd)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", namespace, raising=False)
+    monkeypatch.setenv("FA3_LIBRARY", "here")
+    leaves = [tensor.requires_grad_() for tensor in inputs()]
+    out = ATTENTIONS["fa3-deterministic"].make()(*leaves, causal=True, scale=0.5, window=(8, 0))
+    found = torch.autograd.grad(out.sum(), leaves)
+    assert [float(gradient.mean()) for gradient in found] == [1, 2, 3]
+    given = {"is_causal": True, "softmax_scale": 0.5, "window_size_left": 8, "window_size_right": 0}
+    assert calls == [{"num_splits": 1, **given}, {"deterministic": True, **given}]
+
+
 def test_flashmla_plans_once_for_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..errors import UnavailableError
 from .attention import OPTIONS, Function
+from .interface import Differentiable
 
 VERSION = 3  # of the library's interface (cpp/baseline/api.h)
 _ROUNDING = 128  # upstream rounds sequence lengths up to it for scratch
@@ -228,27 +230,14 @@ def load(path: str, deterministic: bool) -> Function:
     except (OSError, RuntimeError) as error:
         raise UnavailableError(f"{Path(path).name} cannot be loaded ({error})") from error
 
-    class Attend(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-            out, lse = library.forward(q, k, v, causal=causal)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.causal = causal
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *dout: Any) -> tuple[Any, ...]:
-            gradients = library.backward(
-                *dout, *ctx.saved_tensors, causal=ctx.causal, deterministic=deterministic
-            )
-            return (*gradients, None)
-
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, **options: Any) -> Tensor:
         if options:
             words = ", ".join(OPTIONS[name] for name in options)
             raise UnavailableError(f"the library's calls take no {words}")
         if not library.holds(q, k, causal=causal, backward=torch.is_grad_enabled()):
             raise UnavailableError("the library holds no such kernel")
-        return Attend.apply(q, k, v, causal)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+        forward = partial(library.forward, causal=causal)
+        backward = partial(library.backward, causal=causal, deterministic=deterministic)
+        return Differentiable.apply(q, k, v, forward, backward)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
     return attend

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import UnavailableError
 from .attention import Function, Packed
+from .interface import Differentiable
 
 VARIABLE = "FA3_LIBRARY"  # path of the library
 
@@ -44,36 +45,6 @@ def load_library(variable: str, library: str) -> None:
         raise UnavailableError(f"{variable}: {library} cannot be loaded ({error})") from error
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        num_splits: int,
-        deterministic: bool,
-        settings: dict[str, Any],
-    ) -> Tensor:
-        result = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=num_splits, **settings)
-        out: Tensor = result[0]
-        ctx.save_for_backward(q, k, v, out, result[1])
-        ctx.deterministic, ctx.settings = deterministic, settings
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *dout: Any) -> tuple[Any, ...]:
-        gradients = [torch.empty_like(t) for t in ctx.saved_tensors[:3]]
-        torch.ops.flash_attn_3.bwd(
-            dout[0].contiguous(),
-            *ctx.saved_tensors,
-            *gradients,
-            deterministic=ctx.deterministic,
-            **ctx.settings,
-        )
-        return (*gradients, None, None, None)
-
-
 def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Function:
     """Loads FlashAttention-3, and returns its attention; 0 splits: its heuristic."""
     _load()
@@ -102,7 +73,17 @@ def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Function:
             given["seqused_k"] = packed.seqused_k
         if window is not None:
             given |= {"window_size_left": window[0], "window_size_right": window[1]}
-        out: Tensor = _Attention.apply(q, k, v, num_splits, deterministic, given)  # type: ignore[no-untyped-call, unused-ignore]
+
+        def forward(*inputs: Tensor) -> Any:
+            return torch.ops.flash_attn_3.fwd(*inputs, num_splits=num_splits, **given)[:2]
+
+        def backward(dout: Tensor, *saved: Tensor) -> list[Tensor]:
+            gradients = [torch.empty_like(tensor) for tensor in saved[:3]]
+            tensors = dout.contiguous(), *saved, *gradients
+            torch.ops.flash_attn_3.bwd(*tensors, deterministic=deterministic, **given)
+            return gradients
+
+        out: Tensor = Differentiable.apply(q, k, v, forward, backward)  # type: ignore[no-untyped-call, unused-ignore]
         return out
 
     return attend

@@ -1,9 +1,13 @@
-"""Calls of flash_attn's functions, which ours, FlashAttention-2 and FlashAttention-4 have."""
+"""Calls of flash_attn's functions, which ours, FlashAttention-2 and FlashAttention-4 have.
+
+Others have kernels of a forward and a backward, from which `Differentiable` makes an attention.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .attention import Packed
@@ -30,3 +34,20 @@ def call(module: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) ->
         result = module.flash_attn_func(q, k, v, **given)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
+
+
+class Differentiable(torch.autograd.Function):
+    """Attention by its kernels: `forward(q, k, v)` returns out and lse, and
+    `backward(dout, q, k, v, out, lse)` the gradients of q, k and v.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any) -> Tensor:
+        out, lse = forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.gradients = backward
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *dout: Any) -> tuple[Any, ...]:
+        return (*ctx.gradients(*dout, *ctx.saved_tensors), None, None)

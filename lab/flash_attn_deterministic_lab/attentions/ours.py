@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import UnavailableError
-from ..shared.commands import variable
 from .attention import Function
 from .interface import arguments, call
 
@@ -39,13 +37,3 @@ def make(*, reference: bool = False, residual: bool = False, **fixed: Any) -> Fu
             return call(package, q, k, v, given).to(device)
 
     return attend
-
-
-def path(name: str) -> AbstractContextManager[None]:
-    """Makes calls inside the block take a path where it can run, such as "few_rows"."""
-    return variable("FLASH_ATTENTION_TEST_DEVICE", f"path={name}")
-
-
-def family(name: str) -> AbstractContextManager[None]:
-    """Makes calls inside the block run the kernels of one family, such as "sm80"."""
-    return variable("FLASH_ATTENTION_FAMILY", name)  # its kernels read it in each call

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..errors import ArgumentError
+from ..shared.commands import variable
 from . import fa3, flashmla, others, ours, torchs
 from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention
 from .named import find_callable
@@ -55,11 +56,13 @@ def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[st
 
 _ALL = (
     _ours("ours", "flash-attn-deterministic", ours.make),
+    # Its kernels read these variables in each call; a path is taken where it can run.
     _ours("ours-sm80", "ours, kernels for every GPU", ours.make, bench=False, devices=("cuda",),
-          inside=partial(ours.family, "sm80")),
+          inside=partial(variable, "FLASH_ATTENTION_FAMILY", "sm80")),
     *(
         _ours(f"ours-{path.replace('_', '-')}", f"ours, path {path.replace('_', '-')}", ours.make,
-              bench=False, devices=("cuda",), inside=partial(ours.path, path))
+              bench=False, devices=("cuda",),
+              inside=partial(variable, "FLASH_ATTENTION_TEST_DEVICE", f"path={path}"))
         for path in ("one_cta", "parts", "few_rows", "scores_first")
     ),
     _ours("ours-atomics", "ours, atomics in the backward",
