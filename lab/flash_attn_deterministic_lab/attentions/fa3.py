@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UnavailableError
 from .attention import Function, Packed
-from .interface import Differentiable
+from .interface import Differentiable, imported
 
 VARIABLE = "FA3_LIBRARY"  # path of the library
 
@@ -23,14 +22,8 @@ def _load() -> None:
     """Loads torch.ops.flash_attn_3; raises UnavailableError."""
     library = os.environ.get(VARIABLE)
     if not library:
-        try:
-            importlib.import_module("flash_attn_interface")
-        except ImportError as error:
-            raise UnavailableError(
-                f"flash_attn_interface cannot be imported ({error}); {VARIABLE} may name a library"
-            ) from error
-        return
-    if not hasattr(torch.ops.flash_attn_3, "fwd"):
+        imported("flash_attn_interface", f"; {VARIABLE} may name a library")
+    elif not hasattr(torch.ops.flash_attn_3, "fwd"):
         load_library(VARIABLE, library)
 
 

@@ -1,18 +1,28 @@
-"""Calls of flash_attn's functions, which ours, FlashAttention-2 and FlashAttention-4 have.
+"""What adapters share: imports, calls of flash_attn's functions, and autograd around kernels.
 
-Others have kernels of a forward and a backward, from which `Differentiable` makes an attention.
+Ours, FlashAttention-2 and FlashAttention-4 have functions as flash_attn has them.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import UnavailableError
 from .attention import Packed
 
 _NAMES = {"scale": "softmax_scale", "window": "window_size", "seqlens_k": "cache_seqlens"}
+
+
+def imported(name: str, advice: str = "") -> Any:
+    """Imports a package; raises UnavailableError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported ({error}){advice}") from error
 
 
 def arguments(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from typing import Any
 
@@ -13,18 +12,11 @@ from torch import Tensor
 from ..errors import UnavailableError
 from . import baseline
 from .attention import Function
-from .interface import arguments, call
+from .interface import arguments, call, imported
 
 BASELINE = "FA2_BASELINE"  # path of the library that `nox -s baseline` builds
 _WORKSPACE_BYTES = 256 * 2**20
 _PAGE = 16
-
-
-def _installed(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UnavailableError(f"{name} cannot be imported ({error})") from error
 
 
 def flash_attn_2(deterministic: bool = False) -> Function:
@@ -32,7 +24,7 @@ def flash_attn_2(deterministic: bool = False) -> Function:
     library = os.environ.get(BASELINE)
     if library:
         return baseline.load(library, deterministic)
-    module = _installed("flash_attn")
+    module = imported("flash_attn")
     if not hasattr(module, "flash_attn_func"):
         # FlashAttention-4 installs a package flash_attn without files of its own, in which only
         # flash_attn.cute lies.
@@ -46,7 +38,7 @@ def flash_attn_2(deterministic: bool = False) -> Function:
 
 def flash_attn_4(deterministic: bool = False) -> Function:
     """FlashAttention-4, which compiles a kernel at its first call."""
-    return _called(_installed("flash_attn.cute"), deterministic)
+    return _called(imported("flash_attn.cute"), deterministic)
 
 
 def _called(module: Any, deterministic: bool) -> Function:
@@ -58,7 +50,7 @@ def _called(module: Any, deterministic: bool) -> Function:
 
 def flashinfer() -> Function:
     """FlashInfer: decode from pages, the rest from packed sequences; planned once a shape."""
-    module = _installed("flashinfer")
+    module = imported("flashinfer")
 
     @functools.lru_cache(maxsize=4)
     def planned(

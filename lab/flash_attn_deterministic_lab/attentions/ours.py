@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import UnavailableError
 from .attention import Function
-from .interface import arguments, call
+from .interface import arguments, call, imported
 
 
 def make(*, reference: bool = False, residual: bool = False, **fixed: Any) -> Function:
@@ -20,11 +18,7 @@ def make(*, reference: bool = False, residual: bool = False, **fixed: Any) -> Fu
         residual: whether the rounding error of out is kept for the backward.
         **fixed: arguments of every call.
     """
-
-    try:
-        package = importlib.import_module("flash_attn_deterministic")
-    except ImportError as error:
-        raise UnavailableError(f"flash-attn-deterministic is not installed ({error})") from error
+    package = imported("flash_attn_deterministic")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         device, given = q.device, arguments(options) | fixed
