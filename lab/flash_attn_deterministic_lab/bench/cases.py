@@ -182,7 +182,7 @@ STUDIES = {
     "servers": Study("ragged batches in pages, as servers call them",
                      _servers(random.Random(2)), ("fa3-one-split", "fa3")),
     "latent": Study("decode of latent attention (MLA), from pages", _latent(),
-                    ("flashmla", "read")),
+                    ("ours@512", "flashmla", "read")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",
                            _peers("forward", random.Random(3)),
                            ("fa4", "fa3-one-split", "fa3", *_TORCH),
