@@ -76,7 +76,7 @@ def update(root: Path, *, write: bool) -> list[Path]:
 
 
 def draw(folder: Path) -> None:
-    """Draws the pictures that documents show."""
+    """Draws the pictures that README.md and the scoreboard show."""
     from flash_attn_deterministic_lab.scoreboard import report as scoreboard
 
     results = read_results(folder)
