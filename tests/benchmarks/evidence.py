@@ -97,7 +97,7 @@ STEPS = (
     _bench("decode", 50, "--budget-ms 150"),
     _bench("paths", 70, "--budget-ms 60"),
     _bench("latent", 90, "--budget-ms 40"),
-    _bench("peers-backward", 120, "--budget-ms 100"),
+    _bench("peers-backward", 240, "--budget-ms 100"),
     _bench("peers-forward", 100, "--budget-ms 100"),
     Step("host", "times", 50, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
          ("host.json",)),

@@ -398,6 +398,7 @@ _STUDIES = (
     "latent",
     "peers-forward",
     "peers-backward",
+    "peers-backward-fa4",
 )
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {

@@ -50,6 +50,12 @@ _ENVIRONMENT = {
 }
 
 
+def backend_of(vllm: str) -> str:
+    """Returns the name of ours: releases before 0.32 have one for all plugins."""
+    release = tuple(int(number) for number in vllm.split(".")[:2])
+    return "CUSTOM" if release < (0, 32) else "FLASH_ATTN_DETERMINISTIC"
+
+
 class Worker:
     """A process in which a function sends answers through a pipe.
 
@@ -190,13 +196,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
     parser.add_argument(
-        "--backend", default="FLASH_ATTN_DETERMINISTIC", help="ours; in vLLM below 0.32: CUSTOM"
+        "--backend", help="ours; default: CUSTOM in vLLM below 0.32, FLASH_ATTN_DETERMINISTIC"
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], metavar="D")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, of vllm.LLM")
     parser.add_argument("--seconds", type=float, default=900, help="of all together")
     parser.add_argument("--start-seconds", type=float, default=400, help="of checks and starts")
     arguments = parser.parse_args(argv)
+    own_backend = arguments.backend or backend_of(metadata.version("vllm"))
     os.environ.update({**_ENVIRONMENT, **os.environ})
     begin = time.monotonic()
     end = begin + arguments.seconds
@@ -217,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         "options": options, "layers": _LAYERS, "checks": {}, "cases": [], "failed": failed,
     }  # fmt: skip
     workers: dict[str, Worker] = {}
-    backends = {"ours": arguments.backend, THEIRS: THEIRS}
+    backends = {"ours": own_backend, THEIRS: THEIRS}
 
     def write() -> None:
         write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
@@ -236,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             for title, backend in backends.items():
                 add(f"D{head_dim} {title}", serve, model, backend, own)
         model = write_model(folder / "checked", arguments.head_dims[0], 4, weights=True)
-        own = {"attention_backend": arguments.backend, "kv_cache_memory_bytes": 2**31, **options}
+        own = {"attention_backend": own_backend, "kv_cache_memory_bytes": 2**31, **options}
         norms = ("norm repaired", "vLLM's norm")
         for norm in norms:
             add(norm, check, model, own, norm == norms[0], str(folder / norm))
