@@ -46,6 +46,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": "flash_attn_deterministic",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy samples need none, and it is a package of its own
     REPAIR_VLLM_NORM[0]: "1",
 }
 
