@@ -16,6 +16,8 @@ import pytest
 from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
+# pytest's names of -m, -k, --deselect, --lf, --sw, --ignore and --ignore-glob.
+_LEAVE_OUT = ("markexpr", "keyword", "deselect", "lf", "stepwise", "ignore", "ignore_glob")
 
 
 def _load_tools() -> None:
@@ -53,7 +55,12 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
 
 
 def _write_collected(config: pytest.Config, number: int) -> None:
-    """Writes into JUnit's file how many tests there are: an interrupted run has fewer results."""
-    xml, named = config.stash.get(xml_key, None), ("collected", str(number))
+    """Writes into JUnit's file how many tests there are: an interrupted run has fewer results.
+
+    No number stands for a run whose options leave out tests.
+    """
+    options = [name for name in _LEAVE_OUT if config.getoption(name, None)]
+    words = f"not all, by {', '.join(options)}" if options else str(number)
+    xml, named = config.stash.get(xml_key, None), ("collected", words)
     if xml and named not in xml.global_properties:  # no worker has it, and each collects the same
         xml.add_global_property(*named)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from flash_attn_deterministic.errors import (
 )
 
 COLUMNS, VALUES = 576, 512
+HAS_HEADERS = pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="inductor compiles with Python's headers, which this machine lacks",
+)
 
 
 def cache_call(seqlen_q: int = 2, **given: Any) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def test_other_functions_keep_their_head_dims() -> None:
         flash_attn_func(given["q"], given["k_cache"], given["k_cache"])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=HAS_HEADERS)])
 def test_torch_compile_keeps_the_bits(backend: str) -> None:
     """Also of rows that are written in the same graph."""
     given = cache_call()
