@@ -224,7 +224,7 @@ def summarise(cases: Sequence[dict[str, Any]], study: Study) -> dict[str, dict[s
     return {
         group: {
             name: {
-                "mean": round(geometric_mean(ratio for ratio, _ in own), 3),
+                "mean": round(geometric_mean(ratio for ratio, _ in own), 4),
                 "worst": max(own)[0],
                 "worst_case": max(own)[1],
                 "cases": len(own),
