@@ -51,12 +51,6 @@ _ENVIRONMENT = {
 }
 
 
-def backend_of(vllm: str) -> str:
-    """Returns the name of ours: releases before 0.32 have one for all plugins."""
-    release = tuple(int(number) for number in vllm.split(".")[:2])
-    return "CUSTOM" if release < (0, 32) else "FLASH_ATTN_DETERMINISTIC"
-
-
 class Worker:
     """A process in which a function sends answers through a pipe.
 
@@ -196,16 +190,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
-    parser.add_argument(
-        "--backend", help="ours; default: CUSTOM in vLLM below 0.32, FLASH_ATTN_DETERMINISTIC"
-    )
+    parser.add_argument("--backend", help="ours; default: as this vLLM knows it")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], metavar="D")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, of vllm.LLM")
     parser.add_argument("--seconds", type=float, default=900, help="of all together")
     parser.add_argument("--start-seconds", type=float, default=400, help="of checks and starts")
     arguments = parser.parse_args(argv)
-    own_backend = arguments.backend or backend_of(metadata.version("vllm"))
     os.environ.update({**_ENVIRONMENT, **os.environ})
+    # Imported here: vLLM reads the environment.
+    from flash_attn_deterministic.integrations.vllm import DeterministicBackend
+
+    own_backend = arguments.backend or DeterministicBackend.get_name()
     begin = time.monotonic()
     end = begin + arguments.seconds
     start = min(end, begin + arguments.start_seconds)

@@ -234,8 +234,11 @@ class _Seed:
         """Writes base.pt, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self.folder / ".base.pt.part"
-        torch.save(model.state_dict(), part)
-        part.replace(self.folder / "base.pt")
+        try:
+            torch.save(model.state_dict(), part)
+            part.replace(self.folder / "base.pt")
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _opened(plan: TrainingPlan, folder: Path) -> dict[str, Any]:
