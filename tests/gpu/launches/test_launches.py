@@ -94,8 +94,8 @@ COUNTERS: dict[str, tuple[str, tuple[int, int, int, int], int, int, int]] = {
     "row-blocks": ("family=sm90", (8, 1100, 16, 64), 1100, 16, 0),
     "row-blocks-of-splits": ("family=sm90", (8, 1100, 16, 64), 1100, 16, 256),
     "parts": ("family=sm90,path=parts", (3, 300, 16, 128), 3000, 4, 256),
-    **{f"done-{seqlen_q}-d{head_dim}": (*("path=scores_first", (3, seqlen_q, 8, head_dim)),
-        *(3000, 2, 256)) for seqlen_q in (1, 3) for head_dim in (64, 80, 128, 256)},
+    **{f"done-{seqlen_q}-d{head_dim}": ("path=scores_first", (3, seqlen_q, 8, head_dim),
+        3000, 2, 256) for seqlen_q in (1, 3) for head_dim in (64, 80, 128, 256)},
 }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_counters_belong_to_one_launch(
 
 
 @pytest.mark.parametrize(("schedule", "shape", "seqlen_k", "nheads_k", "split_size"), [
-    *(pytest.param(*("family=sm90,path=parts", (3, 400, 8, head_dim), 16_000, 2, 128),
+    *(pytest.param("family=sm90,path=parts", (3, 400, 8, head_dim), 16_000, 2, 128,
         id=f"parts-d{head_dim}") for head_dim in (64, 128, 256)),
     pytest.param("path=few_rows", (96, 2, 16, 64), 16_384, 4, 64, id="few-rows"),
     pytest.param("path=scores_first", (96, 2, 16, 64), 16_384, 4, 64, id="scores-first"),

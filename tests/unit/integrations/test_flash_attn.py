@@ -18,14 +18,14 @@ SCORES = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_si
 # The parameters of flash_attn 2.8.3, in its order.
 UPSTREAM = {
     "_flash_attn_forward": ("q", "k", "v", *SCORES, "softcap", "alibi_slopes", "return_softmax"),
-    "_flash_attn_varlen_forward": (*("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-        "max_seqlen_k", *SCORES), *("softcap", "alibi_slopes", "return_softmax", "block_table",
-        "leftpad_k", "seqused_k"), "zero_tensors"),
-    "_flash_attn_backward": (*("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv",
-        *SCORES, "softcap"), *("alibi_slopes", "deterministic", "rng_state")),
-    "_flash_attn_varlen_backward": (*("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk",
-        "dv"), *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *SCORES,
-        "softcap"), *("alibi_slopes", "deterministic", "rng_state", "zero_tensors")),
+    "_flash_attn_varlen_forward": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+        "max_seqlen_k", *SCORES, "softcap", "alibi_slopes", "return_softmax", "block_table",
+        "leftpad_k", "seqused_k", "zero_tensors"),
+    "_flash_attn_backward": ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv",
+        *SCORES, "softcap", "alibi_slopes", "deterministic", "rng_state"),
+    "_flash_attn_varlen_backward": ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk",
+        "dv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *SCORES,
+        "softcap", "alibi_slopes", "deterministic", "rng_state", "zero_tensors"),
 }  # fmt: skip
 
 
