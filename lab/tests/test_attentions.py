@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import types
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from flash_attn_deterministic_lab.attentions import (
     Packed,
     find_attention,
     flashmla,
+    others,
     settings_of,
 )
 from flash_attn_deterministic_lab.attentions.attention import OPTIONS
@@ -160,6 +162,63 @@ def test_flashmla_plans_once_for_the_same_lengths(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
     with pytest.raises(UnavailableError, match="FlashMLA takes pages of keys alone"):
         attend(q, k, k[..., :512].clone(), **options)
+
+
+class Planned:
+    """A wrapper of FlashInfer: the plan of pages, and attention over them."""
+
+    made: ClassVar[list[dict[str, object]]] = []
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **given: object) -> None:
+        assert (layout, workspace.dtype) == ("NHD", torch.uint8)
+        self.made.append(given)
+
+    def plan(self, *tensors: Any, causal: bool = False, **options: object) -> None:
+        *first, starts, indices, last, nheads, nheads_k, head_dim, page_size = tensors
+        assert (nheads, nheads_k, head_dim) == (4, 2, 32)
+        self.made[-1].update(options, page_size=page_size)
+        self.causal, self.counts = causal, starts.diff().tolist()
+        self.rows = first[0].diff().tolist() if first else [1] * len(self.counts)
+        self.indices, self.lengths = indices, [
+            (count - 1) * page_size + own for count, own in zip(self.counts, last, strict=True)
+        ]  # fmt: skip
+
+    def run(self, rows: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        found = []
+        sides = rows.split(self.rows), self.indices.split(self.counts), self.lengths
+        for q, pages, length in zip(*sides, strict=True):
+            k, v = (side[pages.long()].flatten(0, 1)[None, :length] for side in cache)
+            found.append(exact(q[None], k, v, self.causal, [length])[0])
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer-fixed-split"])
+def test_flashinfer_takes_pages(name: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("flashinfer")
+    kinds = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    module.__dict__.update(dict.fromkeys(kinds, Planned))
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(others, "_WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(Planned, "made", [])
+    monkeypatch.setitem(vars(ATTENTIONS[name]), "function", ATTENTIONS[name].make())
+    q, k, v = inputs(seqlen_q, 48)
+    lengths = torch.tensor([35, 48], dtype=torch.int32)
+    for attend, of in ((find_attention(f"{name}-served").make(), {"seqlens_k": lengths}),
+                       (ATTENTIONS[name].function, {})):  # fmt: skip
+        for _ in range(2):  # the same lengths again: in dense calls of one plan
+            out = attend(q, k, v, causal=True, **of)
+            expected = exact(q, k, v, True, [35, 48] if of else [48, 48])
+            torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
+    plans = Planned.made
+    assert len(plans) == 3
+    assert {plan.get("fixed_split_size") for plan in plans} == {
+        2048 // 16 if name != "flashinfer" else None
+    }
+    with pytest.raises(UnavailableError, match="multiple of 16 keys, got 33"):
+        ATTENTIONS[name].function(*inputs())
+    with pytest.raises(UnavailableError, match="lengths of keys in pages alone"):
+        ATTENTIONS[name].function(q, k, v, seqlens_k=lengths)
 
 
 def test_splits_of_ours_are_a_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from ..errors import UnavailableError
 from . import baseline
-from .attention import Function
+from .attention import Function, Packed
 from .interface import arguments, call, imported
 
 BASELINE = "FA2_BASELINE"  # path of the library that `nox -s baseline` builds
-_WORKSPACE_BYTES = 256 * 2**20
+_WORKSPACE_BYTES = 2**31  # what SGLang gives it for splits of one size
 _PAGE = 16
 
 
@@ -48,47 +49,81 @@ def _called(module: Any, deterministic: bool) -> Function:
     return attend
 
 
-def flashinfer() -> Function:
-    """FlashInfer: decode from pages, the rest from packed sequences; planned once a shape."""
+def flashinfer(split_size: int = 0) -> Function:
+    """FlashInfer over pages; 0: splits of its choice, which depend on the batch.
+
+    It plans by lengths and pages, as servers let it once for all layers: outside of what is timed.
+    """
     module = imported("flashinfer")
+    workspaces: dict[torch.device, Tensor] = {}
 
-    @functools.lru_cache(maxsize=4)
+    @functools.lru_cache(maxsize=64)
+    def dense(batch: int, seqlen_q: int, seqlen_k: int, device: str) -> tuple[Packed, Tensor]:
+        if seqlen_k % _PAGE:
+            raise UnavailableError(f"expected a multiple of {_PAGE} keys, got {seqlen_k}")
+        pages = torch.arange(batch * seqlen_k // _PAGE, dtype=torch.int32, device=device)
+        return Packed.of([seqlen_q] * batch, [seqlen_k] * batch, device), pages.view(batch, -1)
+
+    @functools.lru_cache(maxsize=64)
+    def of_lengths(seqlens_k: Tensor, seqlen_q: int) -> Packed:
+        lengths = seqlens_k.tolist()
+        return Packed.of([seqlen_q] * len(lengths), lengths, str(seqlens_k.device))
+
+    @functools.lru_cache(maxsize=64)
     def planned(
-        queries: torch.Size,
-        keys: torch.Size,
+        packed: Packed,
+        block_table: Tensor,
+        heads: tuple[int, ...],
+        page_size: int,
         dtype: torch.dtype,
-        device: torch.device,
         causal: bool,
+        scale: float | None,
     ) -> Any:
-        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        batch, heads = queries[0], (queries[2], keys[2], queries[3])
-        counts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        if queries[1] > 1:
-            prefill = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-            starts = counts * queries[1], counts * keys[1]
-            prefill.plan(*starts, *heads, causal=causal, q_data_type=dtype)
-            return prefill
-        if keys[1] % _PAGE:
-            raise UnavailableError(f"expected a multiple of {_PAGE} keys, got {keys[1]}")
-        pages = keys[1] // _PAGE
-        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        decode.plan(
-            counts * pages,
-            torch.arange(batch * pages, dtype=torch.int32, device=device),
-            torch.full((batch,), _PAGE, dtype=torch.int32, device=device),
-            *heads,
-            _PAGE,
-            q_data_type=dtype,
-            kv_data_type=dtype,
+        device, lengths = block_table.device, packed.seqused_k.tolist()
+        workspace = workspaces.setdefault(
+            device, torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         )
-        return decode
+        counts = [-(-length // page_size) for length in lengths]
+        indices = torch.cat([own[:count] for own, count in zip(block_table, counts, strict=True)])
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        last = torch.tensor([(n - 1) % page_size + 1 for n in lengths], dtype=torch.int32)
+        pages = starts.to(device), indices, last.to(device), *heads, page_size
+        options = {"sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype}
+        if split_size:
+            options["fixed_split_size"] = split_size // page_size  # in pages
+        if packed.max_seqlen_q == 1:
+            decode = module.BatchDecodeWithPagedKVCacheWrapper
+            wrapper = decode(workspace, "NHD", use_tensor_cores=True)
+            wrapper.plan(*pages, **options)
+        else:
+            prefill = module.BatchPrefillWithPagedKVCacheWrapper
+            # Its kernels for Hopper take no such size.
+            wrapper = prefill(workspace, "NHD", backend="fa2" if split_size else "auto")
+            wrapper.plan(packed.cu_seqlens_q, *pages, causal=causal, **options)
+        return wrapper
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        run = planned(q.shape, k.shape, q.dtype, q.device, causal).run
-        if q.shape[1] > 1:
-            out: Tensor = run(*(t.flatten(0, 1) for t in (q, k, v)))
-            return out.view(q.shape)
-        cache = tuple(t.reshape(-1, _PAGE, *t.shape[2:]) for t in (k, v))
-        return run(q[:, 0], cache).unsqueeze(1)  # type: ignore[no-any-return]
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        packed: Packed | None = None,
+        block_table: Tensor | None = None,
+        seqlens_k: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        rows, heads = q.reshape(-1, *q.shape[-2:]), (q.shape[-2], k.shape[-2], q.shape[-1])
+        if block_table is None:
+            if packed is not None or seqlens_k is not None:
+                raise UnavailableError("flashinfer takes lengths of keys in pages alone")
+            packed, block_table = dense(*q.shape[:2], k.shape[1], str(q.device))
+            k, v = (t.reshape(-1, _PAGE, *t.shape[2:]) for t in (k, v))
+        elif packed is None:
+            if seqlens_k is None:
+                raise UnavailableError("flashinfer takes pages with lengths of keys alone")
+            packed = of_lengths(seqlens_k, q.shape[1])
+        plan = planned(packed, block_table, heads, k.shape[1], q.dtype, causal, scale)
+        out: Tensor = plan.run(rows, (k, v))
+        return out.view(q.shape)
 
     return attend

@@ -38,6 +38,10 @@ _ours = partial(
 _fa2 = partial(Attention, takes=_OURS_TAKES - {"split_size"}, distribution="flash-attn")
 _fa3 = partial(Attention, takes=_FA3_TAKES, distribution="flash-attn-3")
 _fa4 = partial(Attention, takes=_FA4_TAKES, distribution="flash-attn-4")
+_flashinfer = partial(
+    Attention, takes=frozenset({"block_table", "packed", "scale", "seqlens_k"}),
+    distribution="flashinfer-python",
+)  # fmt: skip
 _flex = partial(Attention, takes=_FLEX_TAKES, devices=_BOTH, inside=torchs.flex_settings)
 
 
@@ -92,7 +96,10 @@ _ALL = (
          bench=False),
     Attention("flashmla", "FlashMLA", flashmla.flash_mla,
               frozenset({"block_table", "scale", "seqlens_k"}), "FlashMLA", bench=False),
-    Attention("flashinfer", "FlashInfer", others.flashinfer, frozenset(), "flashinfer-python"),
+    _flashinfer("flashinfer", "FlashInfer", others.flashinfer,
+                deterministic="flashinfer-fixed-split"),
+    _flashinfer("flashinfer-fixed-split", "FlashInfer, splits of 2,048",
+                partial(others.flashinfer, 2048), bench=False),
 )  # fmt: skip
 ATTENTIONS = {attention.name: attention for attention in _ALL}
 OURS = ATTENTIONS["ours"]

@@ -71,7 +71,7 @@ def test_check_finds_a_stale_table(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 NAMES = ("fa3", "fa4", "flashmla", "baseline")
-GIVEN = {"wheel": "/w.whl", "out": "/out", **dict.fromkeys(NAMES)}
+GIVEN = {"wheel": "/w.whl", "out": "/out", "sha256": "0", **dict.fromkeys(NAMES)}
 
 
 def test_an_option_without_a_value_is_left_out() -> None:
