@@ -185,7 +185,7 @@ class Planned:
 
     def run(self, rows: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         found = []
-        sides = rows.split(self.rows), self.indices.split(self.counts), self.lengths
+        sides = torch.split(rows, self.rows), torch.split(self.indices, self.counts), self.lengths
         for q, pages, length in zip(*sides, strict=True):
             k, v = (side[pages.long()].flatten(0, 1)[None, :length] for side in cache)
             found.append(exact(q[None], k, v, self.causal, [length])[0])
