@@ -70,10 +70,11 @@ def _bench(study: str, limit: int, more: str) -> Step:
     return Step(study, "times", limit, words, (f"{study}.json",))
 
 
-def _ahead(study: str, limit: int, attention: str) -> Step:
+def _ahead(study: str, limit: int, attention: str, processes: int = 12) -> Step:
     """FlashAttention-4 and FlashInfer compile a kernel at its first call: ahead, and on several
     cores, so that the study's time is for timing."""
-    words = f"{_OURS} bench --study {study} --attentions {attention} --fa4 {{fa4}} --ahead 12 "
+    words = f"{_OURS} bench --study {study} --attentions {attention} --fa4 {{fa4}} "
+    words += f"--ahead {processes} "
     return Step(f"{study}-ahead", "studies", limit, words + f"--seconds {limit - 50}")
 
 
@@ -107,7 +108,7 @@ STEPS = (
          "flashinfer-fixed-split-served --fa3 {fa3} --fa4 {fa4} --out {out}",
          ("scoreboard.json", "scoreboard.svg")),
     # The driver compiles every kernel at its first call.
-    Step("ptx", "times", 480, "-m tests.gpu.ptx --wheel {wheel} --out {out}",
+    Step("ptx", "numbers", 480, "-m tests.gpu.ptx --wheel {wheel} --out {out}",
          ("verification-compute_80.json",), needs="elftools"),
     # As `nox -s verify` does, so that the gate takes its results.
     Step("tests", "tests", 480, f"{_PYTEST} tests/unit/interface/test_mistakes.py -n 12 "
@@ -128,7 +129,7 @@ STEPS = (
     # Last in its lane: alone on its GPU, where the others have two of them.
     Step("vllm", "tests", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
          "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),
-    _ahead("servers", 280, "flashinfer-fixed-split"),
+    _ahead("servers", 280, "flashinfer-fixed-split", 3),
     _ahead("peers-backward", 150, "fa4-deterministic"),
     _ahead("peers-forward", 110, "fa4"),
     # Fills the caches of those that compile; what it finds is thrown away.
