@@ -33,6 +33,8 @@ class GoldenCall:
     new: int = 0  # keys of a cache that the call appends, rotated
     backward: bool = False  # whether the results are gradients
     latent: bool = False  # whether values are the first columns of keys, in one cache
+    fp8: bool = False  # whether a cache is in 8 bits
+    narrow: bool = False  # whether v has fewer columns: 128 for 192
 
     def inputs(self, config: Config, attention: Attention, device: str) -> tuple[Call, str]:
         """Draws tensors on the CPU, and moves them: a dense call of all sequences, and their hash.
@@ -41,6 +43,7 @@ class GoldenCall:
         """
         head_dim, dtype = config
         nheads, nheads_k = self.heads
+        columns = head_dim * 2 // 3 // 8 * 8 if self.narrow else head_dim
         seqlens = list(zip(*self.lengths, strict=True))
         sizes: list[tuple[int, ...]] = [(len(self.lengths), max(side)) for side in seqlens]
         if self.form == "packed":
@@ -48,9 +51,10 @@ class GoldenCall:
         elif self.form == "cache":
             sizes[1] = (len(self.lengths), _CAPACITY)
         drawn = {
-            name: draw(name, (*sizes[of_keys], heads, head_dim), DTYPES[dtype])
-            for name, of_keys, heads in (
-                ("q", 0, nheads), ("k", 1, nheads_k), ("v", 1, nheads_k), ("dout", 0, nheads)
+            name: draw(name, (*sizes[of_keys], heads, width), DTYPES[dtype])
+            for name, of_keys, heads, width in (
+                ("q", 0, nheads, head_dim), ("k", 1, nheads_k, head_dim),
+                ("v", 1, nheads_k, columns), ("dout", 0, nheads, columns),
             )
             if name != "v" or not self.latent
         }  # fmt: skip
@@ -59,7 +63,12 @@ class GoldenCall:
         if options.pop("alibi", False):
             steps = torch.arange(1, len(self.lengths) * nheads + 1, dtype=torch.float32)
             slopes = (steps / 32).view(len(self.lengths), nheads)
-        found = digest([*drawn.values(), *([] if slopes is None else [slopes])])
+        own = list(drawn.values()) + ([] if slopes is None else [slopes])
+        if options.pop("sink", False):
+            sinks = 2 * draw("sink", (nheads,), torch.float32) + 3  # of the size of softmax_lse
+            options["learnable_sink"] = sinks.to(device)
+            own.append(sinks)
+        found = digest(own)
         if self.form == "packed":
             drawn = {
                 name: pad_sequence([*torch.split(t, list(seqlens[name in "kv"]))], batch_first=True)
@@ -105,7 +114,7 @@ class GoldenCall:
             return layouts.cached(
                 call, lengths_k,
                 room=_CAPACITY, page_size=self.page_size, new=self.new, rotary=rotary,
-                latent=self.latent,
+                fp8=self.fp8, latent=self.latent,
             )  # fmt: skip
         results = call.gradients() if self.backward else call()
         ones = layouts.alone(call, lengths_q, lengths_k)
@@ -144,22 +153,27 @@ CALLS: tuple[GoldenCall, ...] = (
     GoldenCall("causal-mqa", "dense", _SELF, "causal", heads=(4, 1)),
     *(
         GoldenCall(feature, "dense", _LONG, feature)
-        for feature in ("window", "window-right-0", "softcap", "alibi", "everything")
+        for feature in ("window", "window-right-0", "softcap", "alibi", "everything", "sink")
     ),
+    GoldenCall("narrow-values", "dense", _SELF, "causal", narrow=True),
     GoldenCall("packed", "packed", _RAGGED, "causal"),
     GoldenCall("packed-everything", "packed", _RAGGED, "everything"),
     _decode("decode", 1),
     _decode("decode-alibi", 1, feature="alibi"),
     _decode("decode-mha", 1, heads=(2, 2)),
+    _decode("decode-sink", 1, feature="sink"),
+    _decode("decode-fp8", 1, page_size=48, fp8=True),
+    _decode("few-queries-fp8", 5, fp8=True),
     _decode("decode-paged", 1, page_size=16),
     _decode("few-queries-paged", 5, page_size=48),
     _decode("chunk-paged", 40, page_size=48),
     _decode("append", 3, new=3),
     *(
         GoldenCall(f"backward-{feature}", "dense", ((200, 333),) * 2, feature, backward=True)
-        for feature in ("full", "causal", "window", "softcap", "alibi", "everything")
+        for feature in ("full", "causal", "window", "softcap", "alibi", "everything", "sink")
     ),
     GoldenCall("backward-causal-mha", "dense", _SELF, "causal", heads=(2, 2), backward=True),
+    GoldenCall("backward-narrow-values", "dense", _SELF, "causal", narrow=True, backward=True),
     GoldenCall("backward-packed", "packed", _RAGGED, "causal", backward=True),
     _decode("latent", 1, heads=(16, 1), latent=True),
     _decode("latent-paged", 3, heads=(40, 1), page_size=48, latent=True),
