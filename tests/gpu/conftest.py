@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +43,12 @@ def _autograd_thread() -> None:
     """
     one = torch.ones(1, device="cuda", requires_grad=True)
     torch.autograd.grad(one.exp(), one)
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """For tests that take most of a GPU's memory: one at a time, and other workers get it back."""
+    with Path(tempfile.gettempdir(), "flash-attn-deterministic-much-memory").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()

@@ -181,7 +181,7 @@ STUDIES = {
                    _paths(random.Random(5)), (*_PATHS, "fa3-one-split"), _PATHS),
     "servers": Study("ragged batches in pages, as servers call them",
                      _servers(random.Random(2)),
-                     ("fa3-one-split", "fa3", "flashinfer-fixed-split", "flashinfer")),
+                     ("fa3-one-split", "fa3", "flashinfer-fixed-split")),
     "latent": Study("decode of latent attention (MLA), from pages", _latent(),
                     ("ours@512", "flashmla", "read")),
     "peers-forward": Study("prefill beside the fastest kernels for Hopper",

@@ -282,6 +282,7 @@ def test_scratch_is_at_most_upstreams(
     assert 0 < scratch <= allowed
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
     ("batch", "lengths", "nheads", "places"),
     [
@@ -305,6 +306,7 @@ def test_batch_beyond_a_grid_dimension_and_2_to_31_elements(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(530_000, 3), (3, 530_000)], ids=["queries", "keys"]
 )
@@ -323,6 +325,7 @@ def test_more_than_2_to_31_elements_in_a_sequence(seqlen_q: int, seqlen_k: int) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_to_31_elements_of_packed_sequences() -> None:
     """Two sequences; the second begins beyond 2^31 elements, with groups of heads."""
     call = draw_call(128, "bf16", batch=1, seqlen_q=530_200, nheads=32, nheads_k=2)
