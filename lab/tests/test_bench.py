@@ -17,7 +17,7 @@ import torch
 from flash_attn_deterministic_lab.attentions import ATTENTIONS, find_attention
 from flash_attn_deterministic_lab.bench import ahead, cases
 from flash_attn_deterministic_lab.bench import measure as measuring
-from flash_attn_deterministic_lab.bench.measure import compare, measure, summarise
+from flash_attn_deterministic_lab.bench.measure import compare, disturbed, measure, summarise
 from flash_attn_deterministic_lab.bench.problem import Problem, Shape
 from flash_attn_deterministic_lab.cli import main, use_paths
 
@@ -146,6 +146,18 @@ def test_means_are_of_our_time_over_theirs() -> None:
     assert means["all"]["fa4"] == {"mean": 1.0, "worst": 2.0, "worst_case": "a", "cases": 2}
     assert means["dense"]["best"]["worst"] == 2.0
     assert means["D64"]["best"]["mean"] == pytest.approx(math.sqrt(2.0 * 1.25), abs=1e-3)
+
+
+def test_disturbed_times_do_not_count() -> None:
+    steady, other = {"median": 2.0, "p10": 1.9}, {"median": 2.0, "p10": 1.0}
+    assert disturbed({"ours": steady, "fa4": other}) == ["fa4"]
+    case = {"group": "dense", "head_dim": 64, "ratio": {"ours": 1, "fa4": 0.5, "fa3": 0.8}}
+    found = [
+        {**case, "name": "a", "disturbed": ["fa4"]},
+        {**case, "name": "b", "disturbed": ["ours"]},
+    ]
+    means = summarise(found, cases.Study("", (), ("fa4", "fa3"), ("fa4", "fa3")))
+    assert {name: one["worst"] for name, one in means["all"].items()} == {"fa3": 1.25, "best": 1.25}
 
 
 def test_latent_cases_count_for_no_kernels_head_dim() -> None:

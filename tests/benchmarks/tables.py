@@ -253,6 +253,8 @@ def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
     text = f"Our time over theirs, geometric mean (worst) of {len(record['cases'])} shapes."
     if record["left_out"]:
         text += f" Not measured, for want of time: {len(record['left_out'])}, named in the JSON."
+    if disturbed := sum(len(case.get("disturbed", ())) for case in record["cases"]):
+        text += f" Times left out, as other work disturbed them: {disturbed}, named in the JSON."
     return table(record, header, rows, text)
 
 
@@ -398,7 +400,6 @@ _STUDIES = (
     "latent",
     "peers-forward",
     "peers-backward",
-    "peers-backward-fa4",
 )
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {

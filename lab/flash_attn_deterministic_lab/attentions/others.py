@@ -69,7 +69,7 @@ def flashinfer(split_size: int = 0) -> Function:
         lengths = seqlens_k.tolist()
         return Packed.of([seqlen_q] * len(lengths), lengths, str(seqlens_k.device))
 
-    @functools.lru_cache(maxsize=64)
+    @functools.lru_cache(maxsize=256)  # more than a decode has caches in turns
     def planned(
         packed: Packed,
         block_table: Tensor,

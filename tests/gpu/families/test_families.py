@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -270,6 +271,20 @@ def test_gradients_are_those_of_every_family_and_path(
             found.append(call.gradients())
     for one in found[1:]:
         assert_same_results(one, found[0])
+
+
+@pytest.mark.parametrize("power", [-110, -118, -124])
+@pytest.mark.parametrize("head_dim", RANGES)
+def test_sums_of_dq_keep_denormals(head_dim: int, power: int) -> None:
+    """PTX's manual says that the copy engine, which adds Hopper's sums, flushes them."""
+    call = draw_gradient_call(head_dim, "bf16", seqlen_q=700)
+    call = replace(call, dout=(call.dout.float() * 2.0**power).to(call.dout.dtype))
+    found = []
+    for family in ("sm80", "sm90"):
+        with device_override(f"family={family}"):
+            found.append(call.gradients())
+    assert found[0]["dq"].any()
+    assert_same_results(*found)
 
 
 def test_a_wrong_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

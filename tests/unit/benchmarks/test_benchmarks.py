@@ -38,7 +38,8 @@ def test_every_table_is_filled_once_and_for_all(name: str) -> None:
 def test_means_are_those_of_the_result() -> None:
     record = {
         "hardware": {"gpu": "H200"}, "versions": {"torch": "2.11"}, "date": "2026-11-20",
-        "titles": {"ours": "ours", "fa4": "FlashAttention-4"}, "cases": [1, 2], "left_out": ["x"],
+        "titles": {"ours": "ours", "fa4": "FlashAttention-4"}, "left_out": ["x"],
+        "cases": [{"disturbed": ["fa4"]}, {}],
         "summary": {"all": {"fa4": {"mean": 1.234, "worst": 1.5, "cases": 2},
                             "best": {"mean": 2, "worst": 2, "cases": 1}}},
     }  # fmt: skip
@@ -47,6 +48,7 @@ def test_means_are_those_of_the_result() -> None:
     assert "| all | 2.00 (one shape) | 1.23 (1.50 of 2) |" in text
     assert "H200, torch 2.11, 2026-11-20. " in text
     assert "Not measured, for want of time: 1" in text
+    assert "as other work disturbed them: 1, named" in text
 
 
 @pytest.mark.parametrize(("text", "results", "message"), [
