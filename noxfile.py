@@ -327,7 +327,7 @@ def matrix(session: nox.Session, cuda: str, torch: str) -> None:
     if passed.exists() and passed.read_text() == state:
         session.skip(f"{wheel.name} of the same bytes passed under the same packages")
     session.install("--no-deps", "--require-hashes", "-r", locks[0], "-r", locks[1])
-    session.install("--no-deps", str(wheel))
+    session.install("--no-deps", "--force-reinstall", str(wheel))
     session.run("python", "-m", "pip", "check")
     session.run("pytest", *(session.posargs or ["tests/unit"]))
     if not session.posargs:
@@ -444,7 +444,8 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
         return
     install(session, "torch_requires")
     install_torch(session, "torch_cuda")
-    session.install("--no-deps", str(wheel))
+    # With `nox -R` one of the same version may be there.
+    session.install("--no-deps", "--force-reinstall", str(wheel))
     session.run("python", "-m", "pip", "check")
 
 

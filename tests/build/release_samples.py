@@ -150,7 +150,7 @@ def make(root: Path, wheel: Path) -> Project:
         files.write_text(root / name, (ROOT / name).read_text())
     files.write_text(
         root / "CHANGELOG.md",
-        f"# Changelog\n\n## {fake_wheel.VERSION} (2026)\n\n- First.\n\n## 0.0.1\n",
+        f"# Changelog\n\n## {fake_wheel.VERSION} (2026-01-02)\n\n- First.\n\n## 0.0.1\n",
     )
     files.write_text(root / ".gitignore", "/dist/\n/build/\n")
     with zipfile.ZipFile(placed) as archive:

@@ -136,7 +136,7 @@ def test_torch_is_the_one_of_the_index_where_there_is_none_for_cpus(sessions: Mo
     session = Session(said="ERROR: No matching distribution found for torch")
     sessions.install_wheel(session, Path("a.whl"))
     assert session.commands[-2:] == [
-        ("install", "--no-deps", "a.whl"), ("python", "-m", "pip", "check")
+        ("install", "--no-deps", "--force-reinstall", "a.whl"), ("python", "-m", "pip", "check")
     ]  # fmt: skip
     del session.commands[-2]
     assert installs(session) == ["torch_requires", "torch_cpu", "torch", "torch_cuda"]

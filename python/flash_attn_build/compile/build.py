@@ -64,7 +64,7 @@ def build(request: Request) -> Path:
     """
     environ: Mapping[str, str] = os.environ
     if request.cuda:
-        nvcc = debian_cuda.assemble(debian_cuda.fetch(), files.ROOT / "build" / "cuda12")
+        nvcc = debian_cuda.assemble(debian_cuda.fetch(), request.build_dir / "cuda12")
         environ = {"CUDACXX": str(nvcc)}
     elif request.locked or request.arch != platform.machine():
         environ = {}  # whatever nvcc the machine has, that of packages

@@ -42,18 +42,19 @@ def release(
             for path in filter(Path.exists, (wheel, manifest.path_of(wheel))):
                 shutil.copyfile(path, assets / path.name)
         wheels = find_wheels(assets)
-        tag = None
+        tag = attested[2] if attested else None
+        verdicts, problems = judge(wheels, find_runs(reports), POLICY, root, tag)
+        failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
+        if failed:  # before anything that may raise for another reason
+            write_json(out.parent / RESULT, test_result(verdicts, failed, root, assets))
         if attested:
-            repository, commit, tag = attested
+            repository, commit, _ = attested
             sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
             attestations.check_built(sorted(assets.iterdir()), repository, *sources)
             for wheel in wheels:
                 attestations.check_never_failed(wheel, repository)
-        verdicts, problems = judge(wheels, find_runs(reports), POLICY, root, tag)
-        failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
         if not problems:
             _write(made, verdicts, (root / "CHANGELOG.md").read_text(encoding="utf-8"))
-        if failed or not problems:
             write_json(out.parent / RESULT, test_result(verdicts, failed, root, assets))
         if problems:
             raise RefusedError("not published, because of\n" + "\n".join(problems))
@@ -108,9 +109,11 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
     """The notes of a release, in Markdown: changes, what was verified, what was not."""
     first = next(iter(verdicts.values())).wheel
     # The version's part, which `## 1.2.3 (date)` opens, without that heading.
-    part = rf"^## {re.escape(first.version)}(?=\s|$)[^\n]*\n(.*?)(?=^## |\Z)"
+    part = rf"^## {re.escape(first.version)} \(\d{{4}}-\d\d-\d\d\)\n(.*?)(?=^## |\Z)"
     found = re.search(part, changelog, re.M | re.S)
-    lines = [found[1].strip() if found else "", "", "## Verified", ""]
+    if found is None:
+        raise RefusedError(f"CHANGELOG.md: has no part `## {first.version} (YYYY-MM-DD)`")
+    lines = [found[1].strip(), "", "## Verified", ""]
     lines += ["| wheel | CUDA | architectures | GPU | sha256 |", "|---|---|---|---|---|"]
     for kind, verdict in verdicts.items():
         # The policy's patterns of names leave room for Markdown.

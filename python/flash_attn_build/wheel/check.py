@@ -72,9 +72,12 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
     ours = dist_info.files(root, version.local or "", tag)
     folder = next(iter(ours)).partition("/")[0]
     bill = f"{folder}/sboms/{sbom.FILE_NAME}"
+    # Those of what is linked come from its packages, and are not compared.
     texts = (f"{folder}/licenses/{name}" for name in sbom.LICENCE_TEXTS)
     expected = {LIBRARY, BUILD_INFO, *LICENSES, *ours, bill, *texts, f"{folder}/RECORD"}
-    problems += [f"contents: {n} is missing" for n in sorted(expected.difference(contents))]
+    problems += [
+        f"contents: {n} is missing or empty" for n in sorted(expected) if not contents.get(n)
+    ]
     for name, found in contents.items():
         if name not in expected | DATA and not _PYTHON.fullmatch(name):
             problems.append(f"contents: {name!r} does not belong into the wheel")

@@ -123,6 +123,30 @@ def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path
     assert list(out.parent.iterdir()) == []
 
 
+def test_a_failure_is_written_down_where_attestations_cannot_be_asked(
+    project: Project, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any) -> None:
+        raise RefusedError("no network")
+
+    monkeypatch.setattr(release.attestations, "check_built", unreachable)
+    attested = ("o/n", "c0ffee", TAG)
+    assert refused(project, *attested) == "no network"
+    assert list(out.parent.iterdir()) == []
+    project.add_report(status="failed")
+    assert refused(project, *attested) == "no network"
+    assert json.loads((out.parent / release.RESULT).read_text())["result"] == "FAILED"
+
+
+def test_a_changelog_that_is_not_closed_is_refused(project: Project, out: Path) -> None:
+    changelog = project.root / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("2026-01-02", "unreleased"))
+    subprocess.run(["git", "commit", "--quiet", "-am", "x"], cwd=project.root, check=True)
+    subprocess.run(["git", "tag", "--force", TAG], cwd=project.root, check=True)
+    assert "CHANGELOG.md: has no part" in refused(project)
+    assert not out.exists()
+
+
 def test_wheels_of_two_machines_are_one_release(
     project: Project, out: Path, tmp_path: Path
 ) -> None:

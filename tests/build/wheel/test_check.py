@@ -67,6 +67,10 @@ def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
     files = fake_wheel.contents(binary)
     del files[name]
     assert f"{name} is missing" in problems(fake_wheel.pack(tmp_path, files))
+    if name in NAMES:
+        assert f"{name} is missing or empty" in problems(
+            fake_wheel.pack(tmp_path, files | {name: b""})
+        )
 
 
 SHIMS = fake_wheel.SHIMS

@@ -16,7 +16,7 @@ from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.verify.contract.call import Call, Tensors, named_gradients, part
 from torch.utils.checkpoint import checkpoint
 
-from tests.gpu.attention import bits, pairwise
+from tests.gpu.attention import HAS_HEADERS, bits, pairwise
 from tests.gpu.gradients import (
     FEATURES,
     GRADIENTS,
@@ -133,7 +133,7 @@ def test_device_that_is_not_current(head_dim: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 36], ids=["d64", "d36"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=HAS_HEADERS)])
 def test_torch_compile(backend: str, head_dim: int, feature: str) -> None:
     torch.compiler.reset()
 
@@ -150,7 +150,7 @@ def test_torch_compile(backend: str, head_dim: int, feature: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=HAS_HEADERS)])
 def test_torch_compile_of_packed_sequences(backend: str) -> None:
     torch.compiler.reset()
     call = draw_call(64, "bf16", batch=1, seqlen_q=400)

@@ -11,6 +11,7 @@ from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_k
 from tests.gpu.attention import (
     BIT_CONFIGS,
     DTYPES,
+    HAS_HEADERS,
     Tensors,
     assert_same,
     attend,
@@ -120,7 +121,9 @@ def test_nan_in_a_query_stays_in_its_row(head_dim: int, dtype: str, causal: bool
 @pytest.mark.filterwarnings("ignore")
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 36], ids=["d64", "d36"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, HAS_HEADERS])]
+)
 def test_torch_compile(backend: str, head_dim: int, causal: bool) -> None:
     q, k, v = draw(head_dim, "bf16")
     torch.compiler.reset()  # each case counts as a recompilation of the same code otherwise
