@@ -167,9 +167,7 @@ def _draw_model(record: Mapping[str, Any]) -> str:
         for way, own in rows
     ]
     gpu, versions = record["hardware"]["gpu"], record["versions"]
-    note = (
-        f"Bits of a sequence's logits beside those it has alone. {gpu}, torch {versions['torch']}"
-    )
+    note = f"Bits of a sequence's logits beside those it has alone; the first decode time is not explained. {gpu}, torch {versions['torch']}"
     titles = [textwrap.fill(title, 18, break_on_hyphens=False) for title in columns]
     return fields(titles, cells, f"{note}, {record['date']}")
 
@@ -254,7 +252,10 @@ def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
     if record["left_out"]:
         text += f" Not measured, for want of time: {len(record['left_out'])}, named in the JSON."
     if disturbed := sum(len(case.get("disturbed", ())) for case in record["cases"]):
-        text += f" Times left out, as other work disturbed them: {disturbed}, named in the JSON."
+        text += (
+            f" Left out: {disturbed} times whose median is above 1.5 of their 10th percentile, and, "
+            "where it is ours, the whole shape (named in the JSON)."
+        )
     return table(record, header, rows, text)
 
 
@@ -282,7 +283,8 @@ def _by_head_dim(results: Results) -> str:
     rows = list(zip(map(str, KERNEL_HEAD_DIMS), *columns.values(), strict=True))
     words = (
         f"Our time over theirs, geometric mean (worst) of the {' and '.join(shapes)} drawn shapes "
-        'without windows that they can run, all bf16 ("of 3": of three shapes); padded head dims '
+        'without windows that they can run, all bf16 ("of 3": of three shapes), but for times that '
+        "other work disturbed; padded head dims "
         "count with the next one. FA2: torch's flash backend; FA3: one split. Backwards of other "
         "packages run their deterministic modes; torch's two have none. cuDNN's forward: no "
         "chunks, for which torch has no causal mask but a tensor."

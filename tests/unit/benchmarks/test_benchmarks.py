@@ -48,7 +48,7 @@ def test_means_are_those_of_the_result() -> None:
     assert "| all | 2.00 (one shape) | 1.23 (1.50 of 2) |" in text
     assert "H200, torch 2.11, 2026-11-20. " in text
     assert "Not measured, for want of time: 1" in text
-    assert "as other work disturbed them: 1, named" in text
+    assert "Left out: 1 times whose median" in text
 
 
 @pytest.mark.parametrize(("text", "results", "message"), [
