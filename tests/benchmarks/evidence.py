@@ -126,7 +126,7 @@ STEPS = (
     # As `nox -s verify` does, so that the gate takes its results. When what compiles
     # ahead has ended: one of them wants 70 GB.
     Step("tests", "tests", 480, f"{_PYTEST} tests/unit/interface/test_mistakes.py -n 8 "
-         "-o junit_suite_name=sha256:{sha256} --junit-xml={out}/gpu-tests.xml"),
+         "-o junit_suite_name=sha256:{sha256} --junit-xml {out}/gpu-tests.xml"),
     # Last in its lane: alone on its GPU, where the others have two of them.
     Step("vllm", "tests", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
          "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),

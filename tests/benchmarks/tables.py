@@ -167,7 +167,10 @@ def _draw_model(record: Mapping[str, Any]) -> str:
         for way, own in rows
     ]
     gpu, versions = record["hardware"]["gpu"], record["versions"]
-    note = f"Bits of a sequence's logits beside those it has alone; the first decode time is not explained. {gpu}, torch {versions['torch']}"
+    note = (
+        "Bits of a sequence's logits beside those it has alone; the first decode time is not "
+        f"explained. {gpu}, torch {versions['torch']}"
+    )
     titles = [textwrap.fill(title, 18, break_on_hyphens=False) for title in columns]
     return fields(titles, cells, f"{note}, {record['date']}")
 
@@ -253,8 +256,8 @@ def _means(results: Results, *, name: str, head_dims: bool = True) -> str:
         text += f" Not measured, for want of time: {len(record['left_out'])}, named in the JSON."
     if disturbed := sum(len(case.get("disturbed", ())) for case in record["cases"]):
         text += (
-            f" Left out: {disturbed} times whose median is above 1.5 of their 10th percentile, and, "
-            "where it is ours, the whole shape (named in the JSON)."
+            f" Left out: {disturbed} times whose median is above 1.5 of their 10th percentile, "
+            "and, where it is ours, the whole shape (named in the JSON)."
         )
     return table(record, header, rows, text)
 
