@@ -24,7 +24,7 @@ from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release import __main__ as release
-from flash_attn_build.release import candidate, gate, index
+from flash_attn_build.release import attestations, candidate, gate, index
 from flash_attn_build.release.policy import POLICY
 from release_samples import MODULES, OTHER_WHEEL, TAG, Project, edit
 
@@ -129,7 +129,7 @@ def test_a_failure_is_written_down_where_attestations_cannot_be_asked(
     def unreachable(*_: Any) -> None:
         raise RefusedError("no network")
 
-    monkeypatch.setattr(release.attestations, "check_built", unreachable)
+    monkeypatch.setattr(attestations, "check_built", unreachable)
     attested = ("o/n", "c0ffee", TAG)
     assert refused(project, *attested) == "no network"
     assert list(out.parent.iterdir()) == []
