@@ -141,8 +141,7 @@ def test_a_failure_is_written_down_where_attestations_cannot_be_asked(
 def test_a_changelog_that_is_not_closed_is_refused(project: Project, out: Path) -> None:
     changelog = project.root / "CHANGELOG.md"
     changelog.write_text(changelog.read_text().replace("2026-01-02", "unreleased"))
-    subprocess.run(["git", "commit", "--quiet", "-am", "x"], cwd=project.root, check=True)
-    subprocess.run(["git", "tag", "--force", TAG], cwd=project.root, check=True)
+    project.tag()
     assert "CHANGELOG.md: has no part" in refused(project)
     assert not out.exists()
 
