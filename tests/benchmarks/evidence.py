@@ -3,7 +3,7 @@
     python -m tests.benchmarks.evidence run --wheel dist/*.whl --out evidence --baseline LIBRARY
     python -m tests.benchmarks.evidence install evidence
 
-Two runs of `--seconds 570` on two GPUs and 32 cores, the second with --rest, take all of it.
+On two GPUs and 32 cores all but the studies of deviation takes some 20 minutes.
 `run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests and
 the studies of deviation run on the other, and then what needs both. A step that fails or takes too
 long is recorded as such, its processes are killed, and the next one runs. `install` refuses results
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
@@ -123,11 +122,11 @@ STEPS = (
          "--limit 120 --out {out}/sanitizers-memory"),
     Step("sanitizers-order", "tests", 250, "-m tests.gpu.sanitizers --tools racecheck synccheck "
          "--limit 120 --out {out}/sanitizers-order"),
-    # As `nox -s verify` does, so that the gate takes its results. When what compiles
-    # ahead has ended: one of them wants 70 GB.
+    # With the options of `nox -s verify`, so that the gate takes the results. One test wants 70 GB:
+    # by now what compiles ahead on the same GPU has ended.
     Step("tests", "tests", 480, f"{_PYTEST} tests/unit/interface/test_mistakes.py -n 8 "
          "-o junit_suite_name=sha256:{sha256} --junit-xml {out}/gpu-tests.xml"),
-    # Last in its lane: alone on its GPU, where the others have two of them.
+    # It takes times: last in its lane, when nothing else is left on this GPU.
     Step("vllm", "tests", 400, "-m tests.benchmarks.vllm --wheel {wheel} --seconds 390 "
          "--start-seconds 250 --out {out}/vllm.json", ("vllm.json",), needs="vllm"),
     _ahead("peers-forward", 110, "fa4"),
@@ -341,10 +340,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("no GPU: torch sees none on this machine")
     given = {name: getattr(options, name) for name in ("wheel", "out", *_PEERS)}
     paths = {name: path and str(path.resolve()) for name, path in given.items()}
-    paths["sha256"] = hashlib.sha256(options.wheel.read_bytes()).hexdigest()
     options.out.mkdir(parents=True, exist_ok=True)
     command = ["python", "-m", "tests.benchmarks.evidence", *sys.argv[1:]]
     record = {**provenance(command, "cuda", options.wheel), "gpus": gpus, "steps": []}
+    paths["sha256"] = record["wheel"]["sha256"]
     before = options.out / RECORD
     if before.exists():
         earlier = json.loads(before.read_text(encoding="utf-8"))

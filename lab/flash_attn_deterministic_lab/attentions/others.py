@@ -55,7 +55,10 @@ def flashinfer(split_size: int = 0) -> Function:
     It plans by lengths and pages, as servers let it once for all layers: outside of what is timed.
     """
     module = imported("flashinfer")
-    workspaces: dict[torch.device, Tensor] = {}
+
+    @functools.cache
+    def workspace(device: torch.device) -> Tensor:
+        return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     @functools.lru_cache(maxsize=64)
     def dense(batch: int, seqlen_q: int, seqlen_k: int, device: str) -> tuple[Packed, Tensor]:
@@ -80,9 +83,6 @@ def flashinfer(split_size: int = 0) -> Function:
         scale: float | None,
     ) -> Any:
         device, lengths = block_table.device, packed.seqused_k.tolist()
-        workspace = workspaces.setdefault(
-            device, torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        )
         counts = [-(-length // page_size) for length in lengths]
         indices = torch.cat([own[:count] for own, count in zip(block_table, counts, strict=True)])
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
@@ -93,12 +93,12 @@ def flashinfer(split_size: int = 0) -> Function:
             options["fixed_split_size"] = split_size // page_size  # in pages
         if packed.max_seqlen_q == 1:
             decode = module.BatchDecodeWithPagedKVCacheWrapper
-            wrapper = decode(workspace, "NHD", use_tensor_cores=True)
+            wrapper = decode(workspace(device), "NHD", use_tensor_cores=True)
             wrapper.plan(*pages, **options)
         else:
             prefill = module.BatchPrefillWithPagedKVCacheWrapper
             # Its kernels for Hopper take no such size.
-            wrapper = prefill(workspace, "NHD", backend="fa2" if split_size else "auto")
+            wrapper = prefill(workspace(device), "NHD", backend="fa2" if split_size else "auto")
             wrapper.plan(packed.cu_seqlens_q, *pages, causal=causal, **options)
         return wrapper
 
