@@ -16,7 +16,7 @@ from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.verify.contract.call import Call, Tensors, named_gradients, part
 from torch.utils.checkpoint import checkpoint
 
-from tests.gpu.attention import HAS_HEADERS, bits, pairwise
+from tests.gpu.attention import bits, pairwise
 from tests.gpu.gradients import (
     FEATURES,
     GRADIENTS,
@@ -26,6 +26,7 @@ from tests.gpu.gradients import (
     int32,
     results,
 )
+from tests.inductor import HAS_HEADERS
 
 pytestmark = pytest.mark.gpu
 

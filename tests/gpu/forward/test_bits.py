@@ -11,7 +11,6 @@ from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_k
 from tests.gpu.attention import (
     BIT_CONFIGS,
     DTYPES,
-    HAS_HEADERS,
     Tensors,
     assert_same,
     attend,
@@ -21,6 +20,7 @@ from tests.gpu.attention import (
     same_bits,
     skip_unless_built,
 )
+from tests.inductor import HAS_HEADERS
 
 pytestmark = pytest.mark.gpu
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +17,9 @@ from flash_attn_deterministic.errors import (
     UnsupportedError,
 )
 
+from tests.inductor import HAS_HEADERS
+
 COLUMNS, VALUES = 576, 512
-HAS_HEADERS = pytest.mark.skipif(
-    not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="inductor compiles with Python's headers, which this machine lacks",
-)
 
 
 def cache_call(seqlen_q: int = 2, **given: Any) -> dict[str, Any]:
